@@ -1,0 +1,51 @@
+# `make demo` and `make test` each set up everything they need in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# bf16 products end in an illegal instruction on CPUs that advertise AMX without its tile palette.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
+
+.PHONY: demo test lint docs conformance clean help
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo         heat maps of M for every mechanism, under out/"
+	@echo "make test         linters, types and all tests (a few minutes on two cores)"
+	@echo "make conformance  compare with public implementations from PyPI"
+	@echo "make docs         build the documentation into site/"
+	@echo "make clean        remove everything that was built"
+
+$(VENV)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "depthmix needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) -V). Set PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "Python cannot make a virtual environment here; on Debian: apt-get install python3-venv"; exit 1; }
+	touch $@
+
+$(VENV)/dev: pyproject.toml constraints.txt | $(VENV)/pip
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+# torch.compile needs a C++ compiler; without one the tests that use it are left out and named at the end.
+.PHONY: compiler
+compiler:
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq g++; } || \
+	  echo "no C++ compiler found and none could be installed: tests of compiled code will be left out"
+
+demo: $(VENV)/dev
+	$(BIN)/python examples/mixing_matrices.py out/mixing_matrices
+
+lint: $(VENV)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: $(VENV)/dev compiler lint
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+docs: $(VENV)/dev
+	$(BIN)/mkdocs build --strict --quiet
+
+clean:
+	rm -rf $(VENV) .venv-conformance build dist site out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,278 @@
+"""What must hold for every mechanism, checked on the machine and dtype at hand; needs no outside reference.
+
+`depthmix verify` prints these as a table, the tests run them for every mechanism and option, and a mechanism that
+another package registers gets them too.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from depthmix.analysis.trace import Trace, trace
+from depthmix.mechanisms import DepthStack, State
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+ONES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}  # M itself is float32
+
+
+@dataclass(frozen=True)
+class Check:
+    """One measured claim. It holds where the error is a number of at most `bound`."""
+
+    name: str
+    error: float
+    bound: float
+
+    @property
+    def holds(self) -> bool:
+        return self.error <= self.bound
+
+
+@dataclass
+class Probe:
+    """A small network around one stack: random sublayers of unit scale, random tokens, parameters off their start."""
+
+    stack: DepthStack
+    x: Tensor
+    sublayers: list[Callable[[Tensor], Tensor]]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    def run(self, stack: DepthStack | None = None) -> Tensor:
+        out: Tensor = (stack or self.stack)(self.x, self.sublayers)
+        return out
+
+    def states(self) -> list[State]:
+        """The state before each site, the output's included."""
+        states = [self.stack.begin(self.x)]
+        for mixer, sublayer in zip(self.stack, self.sublayers, strict=True):
+            states.append(mixer.step(states[-1], sublayer))
+        return states
+
+
+def make_probe(
+    name: str,
+    options: Mapping[str, Any],
+    *,
+    dim: int = 8,
+    depth: int = 7,
+    tokens: tuple[int, ...] = (2, 3),
+    dtype: torch.dtype = torch.float64,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    spread: float | None = None,
+) -> Probe:
+    """`spread` is the size of the noise on the parameters; 0 leaves them at their start."""
+    spread = (0.1 if dtype.itemsize == 2 else 0.5) if spread is None else spread  # half precision overflows soon
+    wide = torch.promote_types(dtype, torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    noise = functools.partial(torch.randn, generator=generator, dtype=wide)
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    stack = DepthStack(name, dim=dim, depth=depth, **options).to(device, wide)
+    stack.reset_parameters()
+    torch.random.set_rng_state(state)
+    with torch.no_grad():
+        for parameter in stack.parameters():
+            parameter.add_(spread * noise(parameter.shape).to(device))
+    weights = [(noise(dim, dim) / dim**0.5).to(device) for _ in range(depth)]
+    sublayers: list[Callable[[Tensor], Tensor]] = [functools.partial(sublayer, weight) for weight in weights]
+    return Probe(stack, noise(*tokens, dim).to(device, dtype), sublayers)
+
+
+def sublayer(weight: Tensor, h: Tensor) -> Tensor:
+    """Not scale-invariant and not odd, so that no gradient vanishes by symmetry; each token on its own."""
+    return (torch.tanh(h.to(weight.dtype) @ weight) + 0.3 * torch.cos(h.to(weight.dtype))).to(h.dtype)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Largest difference, relative to the largest entry where that exceeds 1."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    if not a.numel():
+        return 0.0
+    error = (a - b).abs().max() / b.abs().max().clamp(min=1)
+    return float(error) if torch.isfinite(error) else float("inf")
+
+
+def check_rebuild(probe: Probe, traced: Trace) -> Iterator[Check]:
+    wide = torch.promote_types(probe.dtype, torch.float32)
+    error = max(
+        distance(traced.contributions(r).to(wide).sum(0), traced.inputs[r].to(wide)) for r in range(len(traced.inputs))
+    )
+    yield Check("h is the sum of M v, every row", error, TOLERANCE[probe.dtype])
+
+
+def check_paths(probe: Probe, traced: Trace) -> Iterator[Check]:
+    with torch.no_grad():
+        states = probe.states()
+        mixers = probe.stack.all_mixers()
+        reads = [
+            distance(m.read(s)[0], m.combine(s[: m.expects.essential], m.coeff(s[: m.expects.essential])))
+            for m, s in zip(mixers, states, strict=True)
+        ]
+        yield Check("read is combine(coeff)", max(reads), TOLERANCE[probe.dtype])
+        yield Check("the model's loop is the trace's", distance(probe.run(), traced.inputs[-1]), TOLERANCE[probe.dtype])
+
+
+def check_start(name: str, options: Mapping[str, Any], probe: Probe) -> Iterator[Check]:
+    """`preserves_prenorm`: M of ones, rows that are constant, or neither."""
+    fresh = make_probe(name, options, dtype=probe.dtype, device=probe.x.device, spread=0, **sizes(probe))
+    said = fresh.stack.facts.preserves_prenorm
+    traced = trace(fresh.stack, fresh.x, fresh.sublayers)
+    n = traced.M.shape[-1]
+    lower = torch.ones(n, n, dtype=traced.M.dtype, device=traced.M.device).tril()
+    exact = float((traced.M - lower).abs().max())
+    first = traced.M[..., :1]
+    scaled = float((traced.M / first - lower).abs().max()) if first.abs().min() > 0 else float("inf")
+    bound = ONES[probe.dtype]
+    if said == "exact":
+        yield Check("starts as PreNorm: M is 1", exact, bound)
+    elif said == "up to scale":
+        yield Check("starts as PreNorm up to scale", scaled, bound)
+        yield Check("… and not exactly, as it says", float(exact <= bound), 0)
+    else:
+        yield Check("does not start as PreNorm, as it says", float(scaled <= bound), 0)
+
+
+def check_facts(probe: Probe, traced: Trace) -> Iterator[Check]:
+    facts = probe.stack.facts
+    count = sum(p.numel() for p in probe.stack.parameters())
+    yield Check(f"owns {facts.parameters} parameters", abs(count - facts.parameters), 0)
+    reading = [n for n, _ in probe.stack[0].named_parameters() if n in ("query", "query_proj", "key_weight", "gamma")]
+    yield Check("the read of one source owns no query", len(reading), 0)
+    if facts.row_sums is not None:
+        want = torch.tensor(facts.row_sums, dtype=traced.M.dtype, device=traced.M.device)
+        yield Check("row sums", distance(traced.row_sums(), want.expand(traced.M.shape[:-1])), TOLERANCE[probe.dtype])
+    if facts.rank is not None:
+        excess = int(traced.rank().max()) - facts.rank
+        yield Check(f"semiseparable rank is at most {facts.rank}", max(excess, 0), 0)
+
+
+def check_spec(probe: Probe) -> Iterator[Check]:
+    with torch.no_grad():
+        states = probe.states()
+    lead = probe.x.shape[:-1]
+    wrong = unsealed = foreign = 0
+    for index, state in enumerate(states):
+        spec = probe.stack.spec(index)
+        wrong += [tuple(t.shape) for t in state] != [(*lead, *shape) for shape in spec.shapes[: len(state)]]
+        wrong += not spec.essential <= len(state) <= len(spec.shapes)
+        foreign += sum(t.dtype != probe.dtype for t in state)
+        for later in states[index + 1 :]:
+            unsealed += sum(not torch.equal(a, b) for a, b in zip(state[: spec.sealed], later, strict=False))
+    yield Check("spec tells the shapes of every state", wrong, 0)
+    yield Check("sealed tensors never change", unsealed, 0)
+    yield Check("the state keeps the stream's dtype", foreign, 0)
+
+
+def check_slices(probe: Probe) -> Iterator[Check]:
+    """Cut at every site, resume from the plain tuple: the same bits; from its essential part: equal to rounding."""
+    with torch.no_grad():
+        whole = probe.run()
+        kept, dropped = 0, 0.0
+        for cut in range(1, len(probe.stack)):
+            head, tail = probe.stack.slice(0, cut), probe.stack.slice(cut, len(probe.stack))
+            state = head.begin(probe.x)
+            for mixer, f in zip(head, probe.sublayers, strict=False):
+                state = mixer.step(state, f)
+            essential = state[: probe.stack.spec(cut).essential]
+            kept += not torch.equal(resume(tail, tuple(t.clone() for t in state), probe), whole)
+            dropped = max(dropped, distance(resume(tail, essential, probe), whole))
+    yield Check("cut anywhere and resumed: the same bits", kept, 0)
+    yield Check("… with derived tensors dropped", dropped, TOLERANCE[probe.dtype])
+
+
+def resume(tail: DepthStack, state: State, probe: Probe) -> Tensor:
+    for mixer, f in zip(tail, probe.sublayers[tail.lo :], strict=True):
+        state = mixer.step(state, f)
+    return tail.end(state)
+
+
+def check_locality(probe: Probe) -> Iterator[Check]:
+    with torch.no_grad():
+        together = probe.run().flatten(0, -2)
+        tokens = probe.x.flatten(0, -2)
+        alone = torch.stack([probe.stack(token, probe.sublayers) for token in tokens])
+    yield Check("each token on its own, any leading shape", distance(alone, together), TOLERANCE[probe.dtype])
+
+
+def check_gradients(probe: Probe) -> Iterator[Check]:
+    stack = probe.stack
+    plain = gradients(stack, probe, lambda mixer, f, state: mixer.step(state, f))
+    dead = [name for name, g in plain.items() if g is None or not g.abs().max() > 0]
+    yield Check(f"every parameter gets a gradient{': not ' + ', '.join(dead) if dead else ''}", len(dead), 0)
+
+    def rerun(mixer: Any, f: Any, state: State) -> State:
+        out: State = checkpoint(lambda *s: mixer.step(s, f), *state, use_reentrant=False)
+        return out
+
+    again = gradients(copy.deepcopy(stack), probe, rerun)
+    error = max((distance(again[n], g) for n, g in plain.items() if g is not None), default=0.0)
+    yield Check("the same gradients under checkpointing", error, TOLERANCE[probe.dtype])
+
+
+def gradients(stack: DepthStack, probe: Probe, step: Callable[[Any, Any, State], State]) -> dict[str, Any]:
+    stack.zero_grad(set_to_none=True)
+    x = probe.x.clone().requires_grad_()
+    state = stack.begin(x)
+    for mixer, f in zip(stack, probe.sublayers, strict=True):
+        state = step(mixer, f, state)
+    out = stack.end(state)
+    weights = torch.linspace(-1, 1.5, out.numel(), dtype=torch.float64).reshape(out.shape).to(out)
+    (out * weights + out.square()).mean().backward()
+    return {"x": x.grad, **{name: p.grad for name, p in stack.named_parameters()}}
+
+
+def check_twins(name: str, options: Mapping[str, Any], probe: Probe) -> Iterator[Check]:
+    """Options under which a mechanism is another one, parameter for parameter."""
+    for own, other, theirs in type(probe.stack[0]).twins:
+        if own != options:
+            continue
+        twin = make_probe(other, theirs, dtype=probe.dtype, device=probe.x.device, **sizes(probe))
+        twin.stack.load_state_dict(probe.stack.state_dict())
+        with torch.no_grad():
+            yield Check(
+                f"is {other} with the same parameters",
+                distance(probe.run(), probe.run(twin.stack)),
+                TOLERANCE[probe.dtype],
+            )
+
+
+def sizes(probe: Probe) -> dict[str, Any]:
+    return {"dim": probe.stack.dim, "depth": probe.stack.depth, "tokens": tuple(probe.x.shape[:-1])}
+
+
+def verify(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: str | torch.device = "cpu",
+    **size: Any,
+) -> list[Check]:
+    """Every invariant of one mechanism with one set of options."""
+    options = options or {}
+    probe = make_probe(name, options, dtype=dtype, device=device, **size)
+    traced = trace(probe.stack, probe.x, probe.sublayers)
+    return [
+        *check_rebuild(probe, traced),
+        *check_paths(probe, traced),
+        *check_start(name, options, probe),
+        *check_facts(probe, traced),
+        *check_spec(probe),
+        *check_slices(probe),
+        *check_locality(probe),
+        *check_gradients(probe),
+        *check_twins(name, options, probe),
+    ]

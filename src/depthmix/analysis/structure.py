@@ -1,0 +1,68 @@
+"""The structure of a depth mixing matrix: semiseparable rank, effective rank, sinks, row sums.
+
+Axes: M is [..., L+1, L+1], lower triangular with its diagonal; leading axes are tokens, heads or channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+def semiseparable_rank(M: Tensor, tol: float = 1e-6) -> Tensor:
+    """The largest rank of a block that lies inside the lower triangle, for each matrix in `M`, as an integer tensor.
+
+    It is the number of vectors of width D that have to cross a cut of the network: 1 for the residual, m for m streams.
+    (Ordinary rank says nothing: the all-ones triangle has full rank.) Only the maximal blocks M[r:, :r+1] are needed;
+    a singular value counts where it exceeds `tol` times the block's largest. Take it for each token, then aggregate:
+    the mean of matrices of rank 1 has a higher rank.
+    """
+    rank = torch.zeros(M.shape[:-2], dtype=torch.long, device=M.device)
+    for s in block_spectra(M):
+        rank = torch.maximum(rank, ((s > tol * s[..., :1]) & (s > 0)).sum(-1))
+    return rank
+
+
+def effective_rank(M: Tensor) -> Tensor:
+    """As `semiseparable_rank`, but soft: the largest exp(entropy) of a block's normalised singular values."""
+    rank = torch.zeros(M.shape[:-2], dtype=torch.float64, device=M.device)
+    for s in block_spectra(M):
+        p = s / s.sum(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).tiny)
+        rank = torch.maximum(rank, torch.special.entr(p).sum(-1).exp())
+    return rank
+
+
+def block_spectra(M: Tensor) -> Iterator[Tensor]:
+    """Singular values of the maximal blocks, in double precision."""
+    if M.dim() < 2 or M.shape[-1] != M.shape[-2]:
+        raise ValueError(f"M has shape {list(M.shape)}; expected [..., n, n], a row for each sublayer and the head")
+    if not M.is_floating_point():
+        raise TypeError(f"M has dtype {M.dtype}; expected a floating dtype: convert it with .double()")
+    if not torch.isfinite(M).all():
+        raise ValueError("M has entries that are not finite; expected numbers: look for an overflow in the model")
+    if M.triu(1).any():
+        raise ValueError(
+            "M has entries above its diagonal; expected a lower-triangular matrix: a layer reads from below"
+        )
+    M = M.detach().double()
+    for r in range(M.shape[-1]):
+        yield torch.linalg.svdvals(M[..., r:, : r + 1])
+
+
+def row_sums(M: Tensor) -> Tensor:
+    """[..., L+1]: 1 where a row is an average, l where it is the plain sum."""
+    return M.sum(-1)
+
+
+def sinks(M: Tensor) -> Tensor:
+    """[..., L+1]: the share of all later reading that each source draws.
+
+    For each row |M| is normalised to 1; a source's share is its mean over the rows that can read it. Uniform reading
+    gives a falling curve, a sink stands out of it.
+    """
+    weight = M.abs()
+    share = weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(M.dtype).tiny)
+    readers = torch.arange(M.shape[-1], 0, -1, dtype=M.dtype, device=M.device)
+    return share.sum(-2) / readers

@@ -1,0 +1,286 @@
+"""The protocol that every mechanism follows.
+
+A model is a list of sublayers. Before each of them stands a mixer, which decides what the sublayer reads from
+everything below it::
+
+    state = depth.begin(x)
+    for mixer, sublayer in zip(depth, sublayers):
+        h, carry = mixer.read(state)
+        state = mixer.write(state, carry, sublayer(h))
+    h = depth.end(state)
+
+A mixer is a non-linear part (`coeff`, `value`) and linear maps (`begin`, `combine`, `update`). Replaying the linear
+maps on one-hot sources gives the depth mixing matrix M of a running model.
+
+Axes: ... any leading shape (batch, token), D channel, M stream. A state is a plain tuple of tensors [..., D] or
+[..., M, D]; it is immutable, local to a token, and all that crosses from one sublayer to the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+State: TypeAlias = tuple[Tensor, ...]
+Coeff: TypeAlias = Any  # a tensor, or a (named) tuple of tensors, with the leading shape of the state
+Kind: TypeAlias = Literal["attn", "mlp", "out"]
+PreNorm: TypeAlias = Literal["exact", "up to scale", "no"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where a mechanism reads: before sublayer `index` (from 0), or before the head (`index == depth`)."""
+
+    index: int
+    depth: int
+    dim: int
+    kind: Kind
+
+    @property
+    def is_first(self) -> bool:
+        """The first site can read the embedding only: it owns no read-side parameters."""
+        return self.index == 0
+
+    @property
+    def is_out(self) -> bool:
+        return self.index == self.depth
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What is alive before a site, so that a pipeline can size its buffers and send only what is new.
+
+    shapes: trailing dimensions of each tensor, after the leading ones.
+    essential: how many of them (the first ones) are needed; the others can be made again.
+    sealed: how many leading ones never change again.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    essential: int
+    sealed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a mechanism says of itself for given options, width and depth. Tests measure each of these."""
+
+    preserves_prenorm: PreNorm
+    rank: int | None  # semiseparable rank that generic coefficients reach or stay below; None: operator-valued
+    parameters: int
+    reads: float  # elements read per token and sublayer, the sublayer's own excluded, in the form with least traffic
+    writes: float
+    two_phase: bool = False  # static queries: reads of a block can be batched ahead
+    row_sums: tuple[float, ...] | None = None  # of M, where they do not depend on the parameters
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixerConfig:
+    """Options of a mechanism. Values are checked against the annotations when it is built."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):
+            check_option(field.name, getattr(self, field.name), hints[field.name])
+
+    def check(self, *, dim: int, depth: int) -> None:
+        """Raise ValueError where an option does not fit the width or the depth."""
+
+
+def check_option(name: str, value: object, hint: Any) -> None:
+    choices = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        if value not in choices:
+            raise ValueError(f"{name}={value!r}; expected one of {', '.join(map(repr, choices))}")
+    elif isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        if value is not None:
+            check_option(name, value, next(c for c in choices if c is not type(None)))
+    elif hint is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}; expected True or False")
+    elif hint is int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}; expected a whole number")
+    elif hint is float:  # noqa: SIM102
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+            raise ValueError(f"{name}={value!r}; expected a finite number")
+
+
+def check_range(name: str, value: float, low: float, high: float = math.inf, remedy: str = "") -> None:
+    if not low <= value <= high:
+        span = f"at least {low}" if high == math.inf else f"{low} to {high}"
+        raise ValueError(f"{name}={value}; expected {span}{'. ' + remedy if remedy else ''}")
+
+
+def check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name}={value}; expected a number above 0, such as 1e-6")
+
+
+def check_divides(name: str, value: int, dim: int) -> None:
+    check_range(name, value, 1)
+    if dim % value:
+        raise ValueError(f"{name}={value}; expected a divisor of the width, dim={dim}")
+
+
+def rank_cap(depth: int) -> int:
+    """The largest semiseparable rank that a lower-triangular matrix of depth + 1 rows can have."""
+    return (depth + 2) // 2
+
+
+class DepthMixer(nn.Module):
+    """One site of a mechanism. Subclasses fill in the table of methods and say what they are."""
+
+    Config: ClassVar[type[MixerConfig]] = MixerConfig
+    paper: ClassVar[str] = ""
+    holds: ClassVar[str] = ""  # what the state is, in a few words
+    rank_formula: ClassVar[str] = ""
+    parameters_formula: ClassVar[str] = ""
+    operator_valued: ClassVar[bool] = False  # sources reach a row through matrices, not through weights
+    takes_decay: ClassVar[frozenset[str]] = frozenset()  # parameters that take weight decay; the others must not
+    takes_muon: ClassVar[frozenset[str]] = frozenset()  # parameters that may go to Muon: large hidden matrices
+    variants: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # options that between them reach every line
+    twins: ClassVar[tuple[tuple[Mapping[str, Any], str, Mapping[str, Any]], ...]] = ()  # (options, name, its options):
+    # under these options it is that other mechanism, parameter for parameter
+
+    def __init__(self, site: Site, config: MixerConfig) -> None:
+        super().__init__()
+        self.site = site
+        self.config: Any = config
+        self.expects = self.spec(site)  # so `spec` may use nothing but site and config
+
+    def add_parameter(self, name: str, *shape: int, exists: bool = True) -> None:
+        """Declare a parameter; where a site does not own it, the attribute is None."""
+        self.register_parameter(name, nn.Parameter(torch.empty(shape)) if exists else None)
+
+    @classmethod
+    def resolve(cls, config: Any) -> type[DepthMixer]:
+        """The class to build for these options, where one name stands for several forms."""
+        return cls
+
+    @classmethod
+    def facts(cls, config: Any, *, dim: int, depth: int) -> Facts:
+        raise NotImplementedError(f"{cls.__name__} must say its facts")
+
+    def reset_parameters(self) -> None:
+        """Give every parameter its start. Called at construction, and by users after `to_empty`."""
+
+    # The linear maps and what decides them.
+
+    def begin(self, x: Tensor) -> State:
+        """The state before sublayer 1. Linear."""
+        return (x,)
+
+    def coeff(self, state: State) -> Coeff:
+        """Weights, gates, matrices: whatever depends on activations in another than linear way."""
+        return None
+
+    def combine(self, state: State, c: Coeff) -> Tensor:
+        """What the sublayer reads. Linear in `state`."""
+        raise NotImplementedError(f"{type(self).__name__} must say what it reads")
+
+    def value(self, state: State, c: Coeff, y: Tensor) -> tuple[Coeff, Tensor]:
+        """What is written, and the coefficients that depend on it."""
+        return c, y
+
+    def update(self, state: State, c: Coeff, v: Tensor) -> State:
+        """The state after the write. Linear in `(state, v)`."""
+        raise NotImplementedError(f"{type(self).__name__} must say what it keeps")
+
+    def spec(self, site: Site) -> StateSpec:
+        """What is alive before `site`. By default one stream."""
+        return StateSpec(shapes=((site.dim,),), essential=1, sealed=0)
+
+    @property
+    def groups(self) -> int:
+        """In how many groups of channels M differs: 1, the number of heads, or the width."""
+        return 1
+
+    # What a model calls.
+
+    def read(self, state: State) -> tuple[Tensor, Any]:
+        self.check_state(state)
+        c = self.coeff(state)
+        return self.combine(state, c), c
+
+    def write(self, state: State, carry: Any, y: Tensor) -> State:
+        c, v = self.value(state, carry, self.checked_output(state, y))
+        return self.update(state, c, v)
+
+    def step(self, state: State, f: Callable[[Tensor], Tensor]) -> State:
+        h, carry = self.read(state)
+        return self.write(state, carry, f(h))
+
+    def check_state(self, state: State) -> None:
+        want = self.expects.shapes
+        if not self.expects.essential <= len(state) <= len(want):
+            raise ValueError(
+                f"site {self.site.index} got a state of {len(state)} tensors; expected {len(want)}. "
+                "Sites must be read and written in their order"
+            )
+        for tensor, shape in ((state[0], want[0]), (state[-1], want[len(state) - 1])):
+            if tuple(tensor.shape[tensor.dim() - len(shape) :]) != shape:
+                raise ValueError(
+                    f"site {self.site.index} got a state tensor of shape {list(tensor.shape)}; "
+                    f"expected [..., {', '.join(map(str, shape))}]"
+                )
+
+    def checked_output(self, state: State, y: Tensor) -> Tensor:
+        """The sublayer's output in the stream's dtype, or an error where it would broadcast."""
+        stream = state[0]
+        shape = (*stream.shape[: stream.dim() - len(self.expects.shapes[0])], self.site.dim)
+        if y.shape != shape or not y.is_floating_point() or y.device != stream.device:
+            raise ValueError(
+                f"sublayer {self.site.index} returned {y.dtype} of shape {list(y.shape)} on {y.device}; "
+                f"expected a floating tensor of shape {list(shape)} on {stream.device}, as it was given"
+            )
+        return y.to(stream.dtype)
+
+
+class KVMixer(nn.Module):
+    """A site inside attention, between QK-norm and RoPE on one side and the cache on the other.
+
+    It mixes the values of the attention layers below, at the same token. Its state is a plain tuple: the keys and
+    mixed values that later layers may read. Non-linear part and linear maps are split as in `DepthMixer`.
+
+    q [..., Q, T, d], k and v [..., K, T, d] with Q query heads in groups over K key-value heads of width d.
+    """
+
+    Config: ClassVar[type[MixerConfig]] = MixerConfig
+    paper: ClassVar[str] = ""
+    variants: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
+
+    def __init__(self, site: Site, config: MixerConfig) -> None:
+        super().__init__()
+        self.site = site  # index and depth count attention layers, dim is the head's width
+        self.config: Any = config
+
+    def begin(self) -> State:
+        return ()
+
+    def coeff(self, q: Tensor, k: Tensor, kv: State) -> Coeff:
+        """Weights of the sources and of the own value; in float32 at least."""
+        raise NotImplementedError(f"{type(self).__name__} must say its weights")
+
+    def combine(self, v: Tensor, kv: State, c: Coeff) -> Tensor:
+        """The mixed value. Linear in `v` and in the values of `kv`."""
+        raise NotImplementedError(f"{type(self).__name__} must say what it mixes")
+
+    def update(self, k: Tensor, mixed: Tensor, kv: State) -> State:
+        """What later layers may read."""
+        raise NotImplementedError(f"{type(self).__name__} must say what it keeps")
+
+    def spec(self, site: Site) -> StateSpec:
+        raise NotImplementedError(f"{type(self).__name__} must say its shapes")
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, kv: State) -> tuple[Tensor, State]:
+        mixed = self.combine(v, kv, self.coeff(q, k, kv))
+        return mixed, self.update(k, mixed, kv)

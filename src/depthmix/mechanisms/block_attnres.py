@@ -1,0 +1,111 @@
+"""Block Attention Residuals: attention over the sums of blocks of sublayers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from depthmix.mechanisms.attnres import SourceAttention, SourceAttentionConfig, check_count, options_of_family
+from depthmix.mechanisms.base import Coeff, Facts, Site, State, StateSpec, check_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockAttnResConfig(SourceAttentionConfig):
+    block_sublayers: int | None = None
+    num_blocks: int | None = None
+    scale_by_count: bool = False
+
+    def check(self, *, dim: int, depth: int) -> None:
+        super().check(dim=dim, depth=depth)
+        check_count(self.scale_by_count, self.mixing)
+        if self.block_sublayers is not None and self.num_blocks is not None:
+            raise ValueError(
+                f"block_sublayers={self.block_sublayers} and num_blocks={self.num_blocks}; expected one of them: each "
+                "follows from the other"
+            )
+        for name in ("block_sublayers", "num_blocks"):
+            if (value := getattr(self, name)) is not None:
+                check_range(name, value, 1, depth, remedy=f"The network has {depth} sublayers")
+
+    @property
+    def counts_sources(self) -> bool:
+        return self.scale_by_count
+
+    def size(self, depth: int) -> int:
+        """Sublayers in a block."""
+        if self.block_sublayers is not None:
+            return self.block_sublayers
+        return -(-depth // (self.num_blocks or min(8, depth)))
+
+
+class BlockAttnRes(SourceAttention):
+    """Block Attention Residuals (arXiv 2603.15031, eq. 5–6): blocks of S sublayers, a bank and a running partial p.
+
+    (1) k_i = γ_l ⊙ norm(b_i)
+    (2) s_i = scale · ⟨w_l, k_i⟩
+    (3) α = softmax(s)
+    (4) h_l = Σ_i α_i b_i over bank + [p]
+    (5) first of a block: push p to the bank, p = v_l
+    (6) otherwise: p ← p + v_l
+
+    State: bank and partial, b_0 … b_{n−1}, p. It starts with an empty bank and the embedding as the partial, which the
+    first boundary pushes. w starts at 0: the PreNorm network up to the scale that each reader's norm removes.
+    """
+
+    Config = BlockAttnResConfig
+    paper = "arXiv 2603.15031"
+    holds = "block sums, partial"
+    rank_formula = "max_k min(1+⌈k/S⌉, L+1−k)"
+    parameters_formula = "2·L·D"
+    takes_decay = frozenset({"query_proj"})
+    takes_muon = frozenset({"query_proj"})
+    variants = (
+        {"block_sublayers": 2},
+        *({"block_sublayers": 3, **options} for options in options_of_family()),
+        {"num_blocks": 2},
+        {"block_sublayers": 1},
+        {"scale_by_count": True, "num_blocks": 3},
+        {"scale_by_count": True, "mixing": "static", "num_blocks": 3},
+    )
+    twins = (({"block_sublayers": 1}, "attnres", {}),)
+
+    @classmethod
+    def facts(cls, config: Any, *, dim: int, depth: int) -> Facts:
+        size = config.size(depth)
+        blocks = -(-depth // size)
+        counts = [source_count(size, index) for index in range(1, depth + 1)]
+        generic = max(min(1 + -(-k // size), depth + 1 - k) for k in range(depth + 1))
+        mean = sum(counts) / depth
+        reads, writes = (blocks / size + 3, 2) if config.two_phase else (mean + 2, 2)
+        asked = f" (asked for {config.num_blocks})" if config.num_blocks not in (None, blocks) else ""
+        return Facts(
+            preserves_prenorm=config.prenorm(),
+            rank=config.rank(dim, generic),
+            parameters=sum(config.parameters(dim, n) for n in counts),
+            reads=reads * dim,
+            writes=writes * dim,
+            two_phase=config.two_phase,
+            note=f"{blocks} blocks of {size} sublayers{asked}",
+        )
+
+    def __init__(self, site: Site, config: BlockAttnResConfig) -> None:
+        super().__init__(site, config)
+        self.opens_block = site.index % config.size(site.depth) == 0
+
+    def spec(self, site: Site) -> StateSpec:
+        size = self.config.size(site.depth)
+        count = source_count(size, site.index)
+        complete = site.index % size == 0
+        return StateSpec(((site.dim,),) * count, essential=count, sealed=count if complete else count - 1)
+
+    def update(self, state: State, c: Coeff, v: Tensor) -> State:
+        if self.opens_block:
+            return (*state, v)  # (5)
+        return (*state[:-1], state[-1] + v)  # (6)
+
+
+def source_count(size: int, index: int) -> int:
+    """Finished blocks and the partial before site `index`, the embedding among them."""
+    return -(-index // size) + 1

@@ -1,0 +1,148 @@
+"""Deep Delta Learning: the stream rewritten by the delta rule, with the sublayer's output as the key.
+
+Axes: ... any leading shape, M value column, D channel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from depthmix import ops
+from depthmix.mechanisms.base import (
+    Coeff,
+    DepthMixer,
+    Facts,
+    MixerConfig,
+    Site,
+    State,
+    StateSpec,
+    check_positive,
+    check_range,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepDeltaConfig(MixerConfig):
+    value_width: int = 1
+    beta: float = 1.0
+    eps: float = 1e-6
+    key_eps: float = 1e-5
+
+    def check(self, *, dim: int, depth: int) -> None:
+        check_range("value_width", self.value_width, 1)
+        check_positive("eps", self.eps)
+        check_positive("key_eps", self.key_eps)
+        if not 0 < self.beta < 2:
+            raise ValueError(f"beta={self.beta}; expected a number between 0 (skip) and 2 (reflect), both excluded")
+
+
+class DeltaCoeff(NamedTuple):
+    read: Tensor  # [M]
+    beta: Tensor | None  # [..., 1]
+    target: Tensor | None  # [..., M]
+    key: Tensor | None  # [..., D]
+
+
+class DeepDelta(DepthMixer):
+    """Deep Delta Learning (arXiv 2601.00417), the paper's form; X has M value columns, stored as rows.
+
+    (1) h_l = Σ_j r[j] X[j]
+    (2) β = 2 σ(⟨w, norm(h_l)⟩ + b)
+    (3) val = W norm(h_l)
+    (4) k = norm(y) / √D,  y the sublayer's output
+    (5) X[j] ← X[j] + β (val[j] − ⟨X[j], k⟩) k
+
+    State: X [M, D], m copies of the embedding at first. β starts at `beta` (1: overwrite along the key), r as the
+    mean. What a source adds is turned by every later I − β k kᵀ: M is operator-valued.
+    """
+
+    Config = DeepDeltaConfig
+    paper = "arXiv 2601.00417"
+    holds = "X, m values wide"
+    rank_formula = "operator-valued"
+    parameters_formula = "L(D+1+mD), + L·m for m ≥ 2"
+    operator_valued = True
+    takes_decay = frozenset({"beta_weight", "value_weight"})
+    variants = ({}, {"value_width": 3}, {"beta": 0.5})
+
+    beta_weight: Tensor | None
+    beta_bias: Tensor | None
+    value_weight: Tensor | None
+    readout: Tensor | None
+
+    @classmethod
+    def facts(cls, config: Any, *, dim: int, depth: int) -> Facts:
+        m = config.value_width
+        return Facts(
+            preserves_prenorm="no",
+            rank=None,
+            parameters=depth * (dim + 1 + m * dim) + (depth * m if m > 1 else 0),
+            reads=(2 * m + 1) * dim,
+            writes=(m + 1) * dim,
+        )
+
+    def __init__(self, site: Site, config: DeepDeltaConfig) -> None:
+        super().__init__(site, config)
+        m, dim = config.value_width, site.dim
+        self.add_parameter("beta_weight", dim, exists=not site.is_out)
+        self.add_parameter("beta_bias", 1, exists=not site.is_out)
+        self.add_parameter("value_weight", m, dim, exists=not site.is_out)
+        self.add_parameter("readout", m, exists=m > 1 and not site.is_first)
+
+    def reset_parameters(self) -> None:
+        if self.beta_weight is not None and self.beta_bias is not None and self.value_weight is not None:
+            nn.init.zeros_(self.beta_weight)
+            nn.init.constant_(self.beta_bias, math.log(self.config.beta / (2 - self.config.beta)))
+            nn.init.normal_(self.value_weight, std=self.site.dim**-0.5)
+        if self.readout is not None:
+            nn.init.constant_(self.readout, 1 / self.config.value_width)
+
+    def spec(self, site: Site) -> StateSpec:
+        return StateSpec(((self.config.value_width, site.dim),), essential=1, sealed=0)
+
+    def begin(self, x: Tensor) -> State:
+        return (x.unsqueeze(-2).repeat_interleave(self.config.value_width, -2),)
+
+    def coeff(self, state: State) -> Coeff:
+        m = self.config.value_width
+        if self.readout is None:
+            read = state[0].new_full((m,), 1 / m, dtype=ops.accumulator(state[0].dtype))
+        else:
+            read = ops.wide(self.readout)
+        if self.beta_weight is None or self.value_weight is None:
+            return DeltaCoeff(read, None, None, None)
+        c = ops.rms_norm(ops.read_streams(state[0], read), self.config.eps)
+        beta = 2 * torch.sigmoid(ops.linear(c, self.beta_weight[None], self.beta_bias))  # (2)
+        return DeltaCoeff(read, beta, ops.linear(c, self.value_weight), None)  # (3)
+
+    def combine(self, state: State, c: Coeff) -> Tensor:
+        return ops.read_streams(state[0], c.read)  # (1)
+
+    def value(self, state: State, c: Coeff, y: Tensor) -> tuple[Coeff, Tensor]:
+        key = ops.rms_norm(y, self.config.key_eps) * self.site.dim**-0.5  # (4)
+        return c._replace(key=key), key
+
+    def update(self, state: State, c: Coeff, v: Tensor) -> State:
+        return (ops.delta_rule(state[0], c.key, v, c.beta, c.target),)  # (5)
+
+
+def readout_matrix(coeffs: Sequence[DeltaCoeff]) -> Tensor:
+    """k_lᵀ T_{i→l} k_i for 1 ≤ i < l, as [..., L, L+1] (column 0, the embedding, has no key and stays 0).
+
+    Times β_i val_iᵀ it is what sublayer l recalls of the writes below it: DeltaNet's attention over depth.
+    `coeffs` are those of the L sublayers, as a trace records them.
+    """
+    keys = torch.stack([c.key for c in coeffs if c.key is not None], -2)  # [..., L, D]
+    beta = torch.stack([c.beta for c in coeffs if c.beta is not None], -2)  # [..., L, 1]
+    gram = keys @ keys.mT
+    unit = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    # T_{i→l} k_i unrolls to a unit lower-triangular solve: R (I + diag(β) strict_tril(K Kᵀ)) = strict_tril(K Kᵀ).
+    strict = gram.tril(-1)
+    recalled = torch.linalg.solve_triangular((unit + beta * strict).mT, strict.mT, upper=True).mT
+    return torch.nn.functional.pad(recalled, (1, 0))

@@ -1,0 +1,65 @@
+"""Delta Attention Residuals: attention over all outputs, added to the residual stream instead of replacing it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from depthmix import ops
+from depthmix.mechanisms.attnres import SourceAttention, SourceAttentionConfig, options_of_family
+from depthmix.mechanisms.base import Coeff, Facts, Site, State, StateSpec, rank_cap
+
+
+class DeltaAttnRes(SourceAttention):
+    """Delta Attention Residuals (arXiv 2605.18855): α as in AttnRes over v_0 … v_{l−1}.
+
+    (1) k_i = γ_l ⊙ norm(v_i)
+    (2) s_i = scale · ⟨w_l, k_i⟩
+    (3) α = softmax(s)
+    (4) h_l = Σ_i (1 + α_i) v_i
+    (5) the sources grow by v_l
+
+    State: the sources, oldest first; the stream is their sum. Row 1 and the output's row are plain sums. w starts at
+    0: rows are constant, the PreNorm network up to scale.
+    """
+
+    Config = SourceAttentionConfig
+    paper = "arXiv 2605.18855"
+    holds = "every output"
+    rank_formula = "⌊(L+2)/2⌋"
+    parameters_formula = "2·(L−1)·D"
+    takes_decay = frozenset({"query_proj"})
+    takes_muon = frozenset({"query_proj"})
+    variants = options_of_family()
+
+    @classmethod
+    def facts(cls, config: Any, *, dim: int, depth: int) -> Facts:
+        normalised = config.mixing != "sigmoid"
+        rows = [float(row + 1 + (0 < row < depth)) for row in range(depth + 1)]
+        return Facts(
+            preserves_prenorm=config.prenorm(),
+            rank=min(rank_cap(depth), config.rank(dim, rank_cap(depth)) + 1),
+            parameters=sum(config.parameters(dim, index + 1) for index in range(1, depth)),
+            reads=(depth / 2 + 3) * dim,
+            writes=2 * dim,
+            two_phase=config.two_phase,
+            row_sums=tuple(rows) if normalised else None,
+        )
+
+    @classmethod
+    def attends(cls, site: Site) -> bool:
+        return not site.is_first and not site.is_out
+
+    def spec(self, site: Site) -> StateSpec:
+        count = site.index + 1
+        return StateSpec(((site.dim,),) * count, essential=count, sealed=count)
+
+    def coeff(self, state: State) -> Coeff:
+        return 1 + self.weights(state) if self.attends(self.site) else None
+
+    def combine(self, state: State, c: Coeff) -> Tensor:
+        return ops.weighted_sum(state, [None] * len(state)) if c is None else ops.mix(state, c)  # (4)
+
+    def update(self, state: State, c: Coeff, v: Tensor) -> State:
+        return (*state, v)  # (5)

@@ -1,0 +1,106 @@
+"""DenseFormer: after a Transformer block, a learned weighted average of all block outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthmix import ops
+from depthmix.mechanisms.base import (
+    Coeff,
+    DepthMixer,
+    Facts,
+    MixerConfig,
+    Site,
+    State,
+    StateSpec,
+    check_range,
+    rank_cap,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseFormerConfig(MixerConfig):
+    dilation: int = 1
+    period: int = 1
+    block_sublayers: int = 2
+
+    def check(self, *, dim: int, depth: int) -> None:
+        for name in ("dilation", "period", "block_sublayers"):
+            check_range(name, getattr(self, name), 1)
+
+    def blocks_before(self, index: int) -> int:
+        """Complete blocks before site `index`; the output closes a short last block."""
+        return index // self.block_sublayers
+
+    def averages(self, block: int) -> bool:
+        return block > 0 and block % self.period == 0
+
+
+class DenseFormer(DepthMixer):
+    """DenseFormer (arXiv 2402.02622), depth-weighted averaging of block outputs X_0 = embedding, X_1, X_2, …
+
+    (1) Y_j = Σ_{i ≤ j, (j−i) mod dilation = 0} α_{j,i} X_i     where j mod period = 0, otherwise X_j
+    (2) X_{j+1} = Y_j + Σ v over block j+1
+    (3) h = Y_j plus the outputs of block j+1 so far
+
+    State: X_0 … X_j; inside a block also the running stream. α starts one-hot on X_j: the plain residual. The weights
+    are bare parameters, not a Linear, so that no initialisation hook or weight decay touches them.
+    """
+
+    Config = DenseFormerConfig
+    paper = "arXiv 2402.02622"
+    holds = "every block output, x"
+    rank_formula = "⌊(N+2)/2⌋, N blocks"
+    parameters_formula = "N(N+3)/2, N blocks"
+    variants = ({}, {"dilation": 2}, {"period": 2}, {"dilation": 2, "period": 3}, {"block_sublayers": 1})
+
+    weights: Tensor | None
+
+    @classmethod
+    def facts(cls, config: Any, *, dim: int, depth: int) -> Facts:
+        blocks = -(-depth // config.block_sublayers)
+        sizes = [j // config.dilation + 1 for j in range(1, blocks + 1) if config.averages(j)]
+        return Facts(
+            preserves_prenorm="exact",
+            rank=min(rank_cap(blocks), blocks // config.period + 1),  # a bound where dilation thins the reads
+            parameters=sum(sizes),
+            reads=(2 + sum(sizes) / depth) * dim,
+            writes=(1 + len(sizes) / depth) * dim,
+            note=f"{blocks} blocks of {config.block_sublayers} sublayers, averaged after {len(sizes)} of them",
+        )
+
+    def __init__(self, site: Site, config: DenseFormerConfig) -> None:
+        super().__init__(site, config)
+        size = config.block_sublayers
+        self.at_boundary = site.index % size == 0 or site.is_out
+        block = -(-site.index // size) if site.is_out else config.blocks_before(site.index)
+        self.reach = range(block % config.dilation, block + 1, config.dilation)  # which X_i are averaged
+        averages = self.at_boundary and config.averages(block)
+        self.add_parameter("weights", len(self.reach), exists=averages)
+
+    def reset_parameters(self) -> None:
+        if self.weights is not None:
+            with torch.no_grad():
+                self.weights.zero_()
+                self.weights[-1] = 1
+
+    def spec(self, site: Site) -> StateSpec:
+        outputs = self.config.blocks_before(site.index) + 1
+        running = site.index % self.config.block_sublayers != 0
+        return StateSpec(((site.dim,),) * (outputs + running), essential=outputs + running, sealed=outputs)
+
+    def coeff(self, state: State) -> Coeff:
+        return None if self.weights is None else ops.wide(self.weights)
+
+    def combine(self, state: State, c: Coeff) -> Tensor:
+        if c is None:
+            return state[-1]  # (3)
+        return ops.weighted_sum([state[i] for i in self.reach], c.unbind())  # (1)
+
+    def update(self, state: State, c: Coeff, v: Tensor) -> State:
+        bank = state if self.at_boundary else state[:-1]
+        return (*bank, self.combine(state, c) + v)  # (2)

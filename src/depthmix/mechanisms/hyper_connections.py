@@ -1,0 +1,191 @@
+"""Hyper-Connections: m streams, read and rewritten by learned mixtures.
+
+Axes: ... any leading shape, M stream, D channel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthmix import ops
+from depthmix.mechanisms.base import (
+    Coeff,
+    DepthMixer,
+    Facts,
+    MixerConfig,
+    PreNorm,
+    Site,
+    State,
+    StateSpec,
+    check_positive,
+    check_range,
+    rank_cap,
+)
+
+Readout = Literal["mean", "sum", "learned"]
+
+
+class Streams(NamedTuple):
+    """Coefficients of one site."""
+
+    read: Tensor | None  # [..., M]; None: the first stream
+    transition: Tensor | None  # [..., M, M], from column j to row i; None: the identity
+    gain: Tensor | None  # [..., M]; None at the output
+
+
+class StreamMixer(DepthMixer):
+    """What all mechanisms with m streams share: the state and its linear maps; `coeff` is theirs."""
+
+    holds = "m streams"
+    rank_formula = "m"
+
+    def spec(self, site: Site) -> StateSpec:
+        return StateSpec(((self.config.streams, site.dim),), essential=1, sealed=0)
+
+    def begin(self, x: Tensor) -> State:
+        return (x.unsqueeze(-2).repeat_interleave(self.config.streams, -2),)
+
+    def combine(self, state: State, c: Coeff) -> Tensor:
+        if c.read is None:
+            return state[0][..., 0, :]
+        return ops.read_streams(state[0], c.read)  # (h)
+
+    def update(self, state: State, c: Coeff, v: Tensor) -> State:
+        return (ops.write_streams(state[0], c.transition, c.gain, v),)  # (H)
+
+    def plain_readout(self, stream: Tensor) -> Streams:
+        """The output's row where it is not learned."""
+        m = self.config.streams
+        weight = 1.0 if self.config.readout == "sum" else 1 / m
+        return Streams(stream.new_full((m,), weight, dtype=ops.accumulator(stream.dtype)), None, None)
+
+
+def stream_traffic(m: int, dim: int) -> tuple[int, int]:
+    """Reads and writes in Table 1 of arXiv 2603.15031: compute the coefficients, apply each, merge."""
+    return (5 * m + 1) * dim + m * m + 2 * m, (3 * m + 1) * dim + m * m + 2 * m
+
+
+def stream_prenorm(readout: Readout) -> PreNorm:
+    return "up to scale" if readout == "sum" else "exact"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HyperConnectionsConfig(MixerConfig):
+    streams: int = 4
+    dynamic: bool = True
+    transition: Literal["full", "identity"] = "full"
+    readout: Readout = "mean"
+    tanh: bool = True
+    eps: float = 1e-6
+
+    def check(self, *, dim: int, depth: int) -> None:
+        check_range("streams", self.streams, 1)
+        check_positive("eps", self.eps)
+
+
+class HyperConnections(StreamMixer):
+    """Hyper-Connections (arXiv 2409.19606), static and dynamic, with G[j] = norm_weight ⊙ norm(H[j]).
+
+    (1) A_m[j] = alpha_m[j] + s_a tanh(G[j]·w_m)
+    (2) A_r[j, i] = alpha_r[j, i] + s_a tanh(G[j]·w_r[:, i])
+    (3) B[j] = beta[j] + s_b tanh(G[j]·w_b)
+    (h) h_l = Σ_j A_m[j] H[j]
+    (H) H[i] ← Σ_j A_r[j, i] H[j] + B[i] v_l
+
+    State: H [M, D], m copies of the embedding at first. Start: A_m one-hot by site, A_r identity, B ones, dynamic
+    weights 0; all streams stay equal to the residual stream and M is 1.
+    """
+
+    Config = HyperConnectionsConfig
+    paper = "arXiv 2409.19606"
+    parameters_formula = "L(m²+2m), dynamic + L(D(m+3)+2)"
+    takes_decay = frozenset({"w_m", "w_r", "w_b"})
+    variants = (
+        {},
+        {"dynamic": False},
+        {"dynamic": False, "transition": "identity", "readout": "learned"},
+        {"streams": 2, "transition": "identity", "readout": "sum"},
+        {"streams": 3, "tanh": False, "readout": "learned"},
+        {"streams": 1},
+    )
+    alpha_m: Tensor | None
+    alpha_r: Tensor | None
+    beta: Any  # the write-side parameters exist wherever `coeff` uses them
+    norm_weight: Any
+    w_m: Tensor | None
+    w_r: Tensor | None
+    w_b: Any
+    s_a: Any
+    s_b: Any
+    readout: Tensor | None
+
+    @classmethod
+    def facts(cls, config: Any, *, dim: int, depth: int) -> Facts:
+        m, full = config.streams, config.transition == "full"
+        static = depth * (m * m * full + m) + (depth - 1) * m
+        dynamic = depth * (dim * (2 + m * full) + 1) + (depth - 1) * dim + (depth if full else depth - 1)
+        reads, writes = stream_traffic(m, dim)
+        return Facts(
+            preserves_prenorm=stream_prenorm(config.readout),
+            rank=min(m, rank_cap(depth)),
+            parameters=static + dynamic * config.dynamic + m * (config.readout == "learned"),
+            reads=reads,
+            writes=writes,
+        )
+
+    def __init__(self, site: Site, config: HyperConnectionsConfig) -> None:
+        super().__init__(site, config)
+        m, dim = config.streams, site.dim
+        reads, writes = not (site.is_first or site.is_out), not site.is_out
+        full, dynamic = writes and config.transition == "full", writes and config.dynamic
+        self.add_parameter("alpha_m", m, exists=reads)
+        self.add_parameter("alpha_r", m, m, exists=full)
+        self.add_parameter("beta", m, exists=writes)
+        self.add_parameter("norm_weight", dim, exists=dynamic)
+        self.add_parameter("w_m", dim, exists=dynamic and reads)
+        self.add_parameter("w_r", dim, m, exists=dynamic and full)
+        self.add_parameter("w_b", dim, exists=dynamic)
+        self.add_parameter("s_a", 1, exists=dynamic and (reads or full))
+        self.add_parameter("s_b", 1, exists=dynamic)
+        self.add_parameter("readout", m, exists=site.is_out and config.readout == "learned")
+
+    def reset_parameters(self) -> None:
+        m = self.config.streams
+        starts = {"beta": 1.0, "norm_weight": 1.0, "w_m": 0.0, "w_r": 0.0, "w_b": 0.0, "s_a": 0.01, "s_b": 0.01}
+        with torch.no_grad():
+            for name, start in {**starts, "readout": 1 / m, "alpha_m": 0.0}.items():
+                if (parameter := getattr(self, name)) is not None:
+                    parameter.fill_(start)
+            if self.alpha_m is not None:
+                self.alpha_m[self.site.index % m] = 1
+            if self.alpha_r is not None:
+                self.alpha_r.copy_(torch.eye(m))
+
+    def coeff(self, state: State) -> Coeff:
+        if self.site.is_out:
+            return self.plain_readout(state[0]) if self.readout is None else Streams(ops.wide(self.readout), None, None)
+        read: Any = self.alpha_m
+        transition: Any = self.alpha_r
+        gain = self.beta
+        if self.norm_weight is not None:
+            g = ops.rms_norm(state[0], self.config.eps) * self.norm_weight
+            if self.w_m is not None:
+                read = read + self.dynamic(g, self.w_m, self.s_a)  # (1)
+            if self.w_r is not None:
+                transition = transition + self.dynamic(g, self.w_r.T, self.s_a)  # (2)
+            gain = gain + self.dynamic(g, self.w_b, self.s_b)  # (3)
+        return Streams(
+            None if read is None else ops.wide(read),
+            None if transition is None else ops.wide(transition).mT,
+            ops.wide(gain),
+        )
+
+    def dynamic(self, g: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        """scale · tanh(weight @ g), one number a stream for a vector, one row a stream for a matrix."""
+        out = ops.linear(g, weight if weight.dim() == 2 else weight[None])
+        out = out if weight.dim() == 2 else out.squeeze(-1)
+        return scale * (torch.tanh(out) if self.config.tanh else out)

@@ -1,0 +1,183 @@
+"""Linear attention over depth: a state of rank r, written with keys and read with learned queries.
+
+Axes: ... any leading shape, R rank, D channel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthmix import ops
+from depthmix.mechanisms.base import (
+    Coeff,
+    DepthMixer,
+    Facts,
+    MixerConfig,
+    Site,
+    State,
+    StateSpec,
+    check_positive,
+    check_range,
+    rank_cap,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionConfig(MixerConfig):
+    rank: int = 4
+    rule: Literal["plain", "gated", "delta"] = "plain"
+    feature_map: Literal["identity", "elu1"] = "identity"
+    normalize: bool = False
+    eps: float = 1e-6
+
+    def check(self, *, dim: int, depth: int) -> None:
+        check_range("rank", self.rank, 1)
+        check_positive("eps", self.eps)
+        if self.normalize and (self.feature_map != "elu1" or self.rule == "delta"):
+            raise ValueError(
+                f"normalize=True with feature_map={self.feature_map!r} and rule={self.rule!r}; expected positive "
+                "weights: set feature_map='elu1' and rule 'plain' or 'gated'"
+            )
+
+
+class Written(NamedTuple):
+    """How a source enters the state: S ← transition S + gain vᵀ."""
+
+    transition: Tensor | None  # [..., R, R]; None: the identity
+    gain: Tensor  # [..., R]
+
+
+class LinearCoeff(NamedTuple):
+    read: Tensor | None  # [..., R]; None: the read of the embedding alone
+    embedding: Written | None  # at the first site, where the embedding waits for its key
+    written: Written | None
+
+
+class LinearAttention(DepthMixer):
+    """Linear attention over depth; plain, gated (arXiv 2312.06635) or by the delta rule (arXiv 2406.06484).
+
+    (1) k_s = ψ(K_s norm(v_s) + b_s)
+    (2) plain: S ← S + k vᵀ
+    (3) gated: S ← diag(g) S + k vᵀ,  g = σ(G norm(v) + c)
+    (4) delta: S ← S + β k (v − Sᵀk)ᵀ,  |k| = 1,  β = 2 σ(⟨w, norm(v)⟩ + d)
+    (5) h_l = ψ(q_l)ᵀ S, normalised: divided by ψ(q_l)ᵀ z, z written as S is with v = 1
+
+    State: S [R, D] (and z [R]); before sublayer 1 the embedding alone. With the identity as ψ, q and b start at
+    (1, 0, …) and the first row of K at 0: the plain residual, with random keys in the other components.
+    """
+
+    Config = LinearAttentionConfig
+    paper = "arXiv 2006.16236 over depth"
+    holds = "S, r rows"
+    rank_formula = "r"
+    parameters_formula = "(L+1)r(D+1) + L·r"
+    takes_decay = frozenset({"key_proj", "embedding_key_proj", "gate_proj", "beta_weight", "embedding_beta_weight"})
+    variants = (
+        {},
+        {"rank": 1},
+        {"rule": "gated", "rank": 2},
+        {"rule": "delta", "rank": 3},
+        {"feature_map": "elu1"},
+        {"feature_map": "elu1", "normalize": True},
+        {"feature_map": "elu1", "normalize": True, "rule": "gated"},
+        {"feature_map": "elu1", "rule": "delta"},
+    )
+
+    query: Tensor | None
+
+    @classmethod
+    def facts(cls, config: Any, *, dim: int, depth: int) -> Facts:
+        r, rule = config.rank, config.rule
+        extra = {"plain": 0, "gated": depth * r * (dim + 1), "delta": (depth + 1) * (dim + 1)}[rule]
+        return Facts(
+            preserves_prenorm="exact" if rule == "plain" and config.feature_map == "identity" else "no",
+            rank=min(r, rank_cap(depth)),
+            parameters=(depth + 1) * r * (dim + 1) + depth * r + extra,
+            reads=(r + 1) * dim,
+            writes=(r + 1) * dim,
+            row_sums=(1.0,) * (depth + 1) if config.normalize else None,
+        )
+
+    def __init__(self, site: Site, config: LinearAttentionConfig) -> None:
+        super().__init__(site, config)
+        r, dim, rule = config.rank, site.dim, config.rule
+        shapes: dict[str, tuple[int, ...]] = {"key_proj": (r, dim), "key_bias": (r,)}
+        if rule == "gated":
+            shapes |= {"gate_proj": (r, dim), "gate_bias": (r,)}
+        if rule == "delta":
+            shapes |= {"beta_weight": (dim,), "beta_bias": (1,)}
+        self.add_parameter("query", r, exists=not site.is_first)
+        for name, shape in {} if site.is_out else shapes.items():
+            self.add_parameter(name, *shape)
+            if site.is_first and not name.startswith("gate"):
+                self.add_parameter(f"embedding_{name}", *shape)
+
+    def reset_parameters(self) -> None:
+        identity = self.config.feature_map == "identity"
+        with torch.no_grad():
+            for name, parameter in self.named_parameters(recurse=False):
+                if name.endswith("key_proj"):
+                    parameter.normal_(std=self.site.dim**-0.5)
+                    parameter[:1] *= not identity
+                else:
+                    parameter.fill_(4.0 if name == "gate_bias" else 0.0)
+                    if identity and (name == "query" or name.endswith("key_bias")):
+                        parameter[0] = 1
+
+    def spec(self, site: Site) -> StateSpec:
+        if site.is_first:
+            return StateSpec(((site.dim,),), essential=1, sealed=0)
+        shapes: tuple[tuple[int, ...], ...] = ((self.config.rank, site.dim),)
+        shapes += ((self.config.rank,),) * self.config.normalize
+        return StateSpec(shapes, essential=len(shapes), sealed=0)
+
+    def feature(self, x: Tensor) -> Tensor:
+        return x if self.config.feature_map == "identity" else ops.elu1(x)
+
+    def project(self, u: Tensor, weight: str, bias: str) -> Tensor:
+        return ops.linear(u, torch.atleast_2d(getattr(self, weight)), getattr(self, bias))
+
+    def written(self, v: Tensor, prefix: str = "") -> Written:
+        u = ops.rms_norm(v, self.config.eps)
+        key = self.feature(self.project(u, prefix + "key_proj", prefix + "key_bias"))  # (1)
+        if self.config.rule == "gated" and not prefix:
+            return Written(torch.sigmoid(self.project(u, "gate_proj", "gate_bias")).diag_embed(), key)  # (3)
+        if self.config.rule == "delta":
+            key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + self.config.eps)
+            beta = 2 * torch.sigmoid(self.project(u, prefix + "beta_weight", prefix + "beta_bias"))
+            erased = beta.unsqueeze(-1) * key.unsqueeze(-1) * key.unsqueeze(-2)
+            return Written(torch.eye(self.config.rank, dtype=key.dtype, device=key.device) - erased, beta * key)  # (4)
+        return Written(None, key)  # (2)
+
+    def coeff(self, state: State) -> Coeff:
+        if self.query is None:
+            return LinearCoeff(None, self.written(state[0], "embedding_"), None)
+        read = self.feature(ops.wide(self.query))
+        if self.config.normalize:
+            read = read / (read * state[1]).sum(-1, keepdim=True)
+        return LinearCoeff(read, None, None)
+
+    def combine(self, state: State, c: Coeff) -> Tensor:
+        return state[0] if c.read is None else ops.read_streams(state[0], c.read)  # (5)
+
+    def value(self, state: State, c: Coeff, y: Tensor) -> tuple[Coeff, Tensor]:
+        return (c if self.site.is_out else c._replace(written=self.written(y))), y
+
+    def update(self, state: State, c: Coeff, v: Tensor) -> State:
+        if c.embedding is not None:
+            state = self.start(state[0], c.embedding)
+        transition, gain = c.written
+        rows = ops.write_streams(state[0], transition, gain, v)
+        if not self.config.normalize:
+            return (rows,)
+        one = torch.ones_like(state[1][..., :1])
+        return rows, ops.write_streams(state[1].unsqueeze(-1), transition, gain, one).squeeze(-1)
+
+    def start(self, x: Tensor, written: Written) -> State:
+        """The state once the embedding has its key: nothing is there yet to decay or to erase."""
+        rows = (written.gain.unsqueeze(-1) * x.unsqueeze(-2)).to(x.dtype)
+        return (rows, written.gain.to(x.dtype)) if self.config.normalize else (rows,)

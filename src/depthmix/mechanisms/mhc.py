@@ -1,0 +1,137 @@
+"""mHC: Hyper-Connections whose stream mixing is kept doubly stochastic by Sinkhorn's iteration.
+
+Axes: ... any leading shape, M stream, D channel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from depthmix import ops
+from depthmix.mechanisms.base import Coeff, Facts, MixerConfig, Site, State, check_positive, check_range, rank_cap
+from depthmix.mechanisms.hyper_connections import Readout, StreamMixer, Streams, stream_prenorm, stream_traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManifoldConfig(MixerConfig):
+    streams: int = 4
+    iterations: int = 20
+    transition: Literal["full", "identity"] = "full"
+    readout: Readout = "mean"
+    scale_init: float = 0.0
+    eps: float = 0.0
+    norm_eps: float = 1e-6
+
+    def check(self, *, dim: int, depth: int) -> None:
+        check_range("streams", self.streams, 2, remedy="One stream is the mechanism 'residual'")
+        check_range("iterations", self.iterations, 1)
+        check_range("eps", self.eps, 0)
+        check_positive("norm_eps", self.norm_eps)
+
+    @property
+    def transition_size(self) -> int:
+        """Numbers from which a transition is made."""
+        return self.streams**2 if self.transition == "full" else 0
+
+
+class ManifoldHyperConnections(StreamMixer):
+    """mHC (arXiv 2512.24880) in DeepSeek's order and direction, with u = norm(vec(H)) over all streams jointly.
+
+    (1) z = P u, in parts pre, post, res
+    (2) H_pre = σ(a z + b) + eps
+    (3) H_post = 2 σ(a z + b)
+    (4) H_res = Sinkhorn(a z + b)
+    (h) h_l = Σ_j H_pre[j] H[j]
+    (H) H[i] ← Σ_j H_res[j, i] H[j] + H_post[i] v_l
+
+    State: H [M, D], m copies of the embedding at first. Start: biases give H_pre = 1/m and H_post = 1, a = 0; the
+    streams stay equal and M is 1. P starts random: the gradient of a, then that of P, parts the streams.
+    """
+
+    Config: ClassVar[type[MixerConfig]] = ManifoldConfig
+    paper = "arXiv 2512.24880"
+    parameters_formula = "L((m²+2m)(mD+1)+3)"
+    takes_decay = frozenset({"projection"})
+    variants: ClassVar[tuple[Mapping[str, Any], ...]] = (
+        {},
+        {"scale_init": 0.01, "eps": 1e-6, "readout": "learned"},
+        {"streams": 2, "transition": "identity", "readout": "sum"},
+        {"streams": 3, "iterations": 1},
+    )
+
+    projection: Tensor | None
+    bias: Tensor | None
+    scale: Tensor | None
+
+    @classmethod
+    def facts(cls, config: Any, *, dim: int, depth: int) -> Facts:
+        m, res = config.streams, config.transition_size
+        row = m * dim + 1
+        sites = depth * ((m + res) * row + 1 + (res > 0)) + (depth - 1) * (m * row + 1)
+        reads, writes = stream_traffic(m, dim)
+        return Facts(
+            preserves_prenorm=stream_prenorm(config.readout) if cls.starts_as_residual(config) else "no",
+            rank=min(m, rank_cap(depth)),
+            parameters=sites + (m * row + 1) * (config.readout == "learned"),
+            reads=reads,
+            writes=writes,
+        )
+
+    @classmethod
+    def starts_as_residual(cls, config: Any) -> bool:
+        return bool(config.scale_init == 0 and config.eps == 0)
+
+    def __init__(self, site: Site, config: Any) -> None:
+        super().__init__(site, config)
+        m = config.streams
+        if site.is_out:
+            self.sizes = [m] if config.readout == "learned" else []
+        else:
+            self.sizes = [n for n in (0 if site.is_first else m, m, config.transition_size) if n]
+        rows = sum(self.sizes)
+        self.add_parameter("projection", rows, m * site.dim, exists=rows > 0)
+        self.add_parameter("bias", rows, exists=rows > 0)
+        self.add_parameter("scale", len(self.sizes), exists=rows > 0)
+
+    def reset_parameters(self) -> None:
+        if self.projection is not None and self.bias is not None and self.scale is not None:
+            nn.init.normal_(self.projection, std=self.projection.shape[1] ** -0.5)
+            nn.init.constant_(self.scale, self.config.scale_init)
+            with torch.no_grad():
+                for part, start in zip(self.bias.split(self.sizes), self.bias_starts(), strict=True):
+                    part.copy_(torch.tensor(start, dtype=part.dtype))
+
+    def bias_starts(self) -> list[list[float]]:
+        """For each part that exists, in its order."""
+        m = self.config.streams
+        starts = [] if self.site.is_first else [[-math.log(m - 1)] * m]
+        if not self.site.is_out:
+            starts += [[0.0] * m]
+            starts += [self.transition_start()] if self.config.transition_size else []
+        return starts
+
+    def transition_start(self) -> list[float]:
+        m = self.config.streams
+        return [0.0 if i == j else -5.0 for i in range(m) for j in range(m)]
+
+    def coeff(self, state: State) -> Coeff:
+        if self.projection is None or self.bias is None or self.scale is None:
+            return self.plain_readout(state[0])
+        u = ops.rms_norm(state[0].flatten(-2), self.config.norm_eps)
+        z = ops.linear(u, self.projection).split(self.sizes, -1)  # (1)
+        parts = [a * part + b for a, part, b in zip(self.scale, z, self.bias.split(self.sizes), strict=True)]
+        read = None if self.site.is_first else torch.sigmoid(parts.pop(0)) + self.config.eps  # (2)
+        if self.site.is_out:
+            return Streams(read, None, None)
+        gain = 2 * torch.sigmoid(parts[0])  # (3)
+        return Streams(read, self.transition(parts[1]) if len(parts) > 1 else None, gain)
+
+    def transition(self, logits: Tensor) -> Tensor:
+        m = self.config.streams
+        return ops.sinkhorn(logits.unflatten(-1, (m, m)), self.config.iterations, self.config.eps).mT  # (4)

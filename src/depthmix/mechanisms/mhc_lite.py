@@ -1,0 +1,97 @@
+"""mHC-lite: mHC whose stream mixing is exactly doubly stochastic, a mixture of all permutations.
+
+Axes: ... any leading shape, M stream, P permutation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from depthmix import ops
+from depthmix.mechanisms.base import MixerConfig, Site, check_positive, check_range
+from depthmix.mechanisms.hyper_connections import Readout
+from depthmix.mechanisms.mhc import ManifoldHyperConnections
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiteConfig(MixerConfig):
+    streams: int = 4
+    readout: Readout = "mean"
+    start: Literal["prenorm", "paper"] = "prenorm"
+    norm_eps: float = 1e-6
+
+    def check(self, *, dim: int, depth: int) -> None:
+        check_range("streams", self.streams, 2, 5, remedy="There are m! permutations; for more streams take 'mhc'")
+        check_positive("norm_eps", self.norm_eps)
+
+    @property
+    def transition_size(self) -> int:
+        return math.factorial(self.streams)
+
+    @property
+    def scale_init(self) -> float:
+        return 0.0 if self.start == "prenorm" else 0.01
+
+    @property
+    def eps(self) -> float:
+        return 0.0
+
+
+class LiteHyperConnections(ManifoldHyperConnections):
+    """mHC-lite (arXiv 2601.05732): as mHC, but for the transition, which is applied as it stands.
+
+    (4) H_res = Σ_r softmax(a z + b)_r Π_r,  Π_r[i, π_r(i)] = 1,  permutations in lexicographic order
+    (h) h_l = Σ_j H_pre[j] H[j]
+    (H) H[i] ← Σ_j H_res[i, j] H[j] + H_post[i] v_l
+
+    State: H [M, D]. Start "prenorm" as mHC; "paper" gives each site a preferred stream by its biases.
+    """
+
+    Config = LiteConfig
+    paper = "arXiv 2601.05732"
+    parameters_formula = "L((m!+2m)(mD+1)+3)"
+    variants = ({}, {"start": "paper"}, {"streams": 3, "readout": "learned"}, {"streams": 2, "readout": "sum"})
+    permutations: Tensor
+
+    @classmethod
+    def starts_as_residual(cls, config: Any) -> bool:
+        return bool(config.start == "prenorm")
+
+    def __init__(self, site: Site, config: LiteConfig) -> None:
+        super().__init__(site, config)
+        if not site.is_out:
+            self.register_buffer("permutations", permutation_matrices(config.streams), persistent=False)  # [P, M, M]
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if not self.site.is_out:
+            self.permutations.copy_(permutation_matrices(self.config.streams))
+        if self.config.start == "paper" and self.projection is not None:
+            nn.init.zeros_(self.projection)
+
+    def bias_starts(self) -> list[list[float]]:
+        starts = super().bias_starts()
+        if self.config.start == "paper" and not self.site.is_out:
+            m = self.config.streams
+            preferred = [1.0 if stream == self.site.index % m else -1.0 for stream in range(m)]
+            starts[:-1] = [preferred] * (len(starts) - 1)
+        return starts
+
+    def transition_start(self) -> list[float]:
+        return [0.0, *[-8.0] * (self.config.transition_size - 1)]
+
+    def transition(self, logits: Tensor) -> Tensor:
+        weights = torch.softmax(logits, -1)
+        return ops.linear(weights, self.permutations.flatten(1).T).unflatten(-1, self.permutations.shape[1:])  # (4)
+
+
+def permutation_matrices(m: int) -> Tensor:
+    """All Π_r, with Π_r[i, π_r(i)] = 1."""
+    eye = torch.eye(m)
+    return torch.stack([eye[list(order)] for order in itertools.permutations(range(m))])

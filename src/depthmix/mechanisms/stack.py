@@ -1,0 +1,178 @@
+"""DepthStack: one mixer for each sublayer and one for the output, beside the sublayers and not inside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from depthmix.mechanisms.base import DepthMixer, Facts, Kind, MixerConfig, Site, State, StateSpec, check_range
+from depthmix.mechanisms.registry import mechanism
+
+
+class DepthStack(nn.Module):
+    """The mixers of a network of `depth` sublayers of width `dim`.
+
+    Args:
+        name: a name from `list_mechanisms()`, or a subclass of `DepthMixer`.
+        dim: width D of the stream.
+        depth: number of sublayers L; attention and MLP count separately.
+        kinds: "attn" or "mlp" for each sublayer; by default they alternate, attention first.
+        options: of the mechanism; `depthmix show NAME` lists them.
+
+    It iterates over the L mixers; `out` is the mixer of the output row. State-dict names are `mixers.{i}.…` and
+    `out.…`, the same in a slice as in the whole.
+    """
+
+    def __init__(
+        self,
+        name: str | type[DepthMixer],
+        *,
+        dim: int,
+        depth: int,
+        kinds: Sequence[Kind] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        cls = mechanism(name) if isinstance(name, str) else name
+        self.name = name if isinstance(name, str) else name.__name__
+        for what, number in (("dim", dim), ("depth", depth)):
+            if not isinstance(number, int):
+                raise ValueError(f"{self.name}: {what}={number!r}; expected a whole number")
+            check_range(f"{self.name}: {what}", number, 1)
+        self.dim, self.depth = dim, depth
+        self.lo, self.hi = 0, depth
+        self.config = make_config(cls, self.name, options)
+        self.config.check(dim=dim, depth=depth)
+        cls = cls.resolve(self.config)
+        self.facts: Facts = cls.facts(self.config, dim=dim, depth=depth)
+        sites = [*make_sites(dim, depth, kinds), Site(depth, depth, dim, "out")]
+        mixers = [cls(site, self.config) for site in sites]
+        self.mixers = nn.ModuleDict({str(i): mixer for i, mixer in enumerate(mixers[:-1])})
+        self.out: DepthMixer | None = mixers[-1]
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for mixer in self.all_mixers():
+            mixer.reset_parameters()
+
+    def all_mixers(self) -> list[DepthMixer]:
+        """The mixers of the sublayers and, where this part has it, of the output."""
+        return [*self] if self.out is None else [*self, self.out]
+
+    def __iter__(self) -> Iterator[DepthMixer]:
+        return iter(self.mixers.values())  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return self.hi - self.lo
+
+    def __getitem__(self, index: int) -> DepthMixer:
+        """The mixer of sublayer `index`, counted from 0 in the whole network."""
+        if not self.lo <= index < self.hi:
+            raise IndexError(f"sublayer {index}; this stack holds {self.lo} to {self.hi - 1}")
+        return self.mixers[str(index)]  # type: ignore[return-value]
+
+    def begin(self, x: Tensor) -> State:
+        """The state before sublayer 0, from the embedding `[..., dim]`."""
+        if self.lo:
+            raise ValueError(f"this slice begins at sublayer {self.lo}; only the one with sublayer 0 takes embeddings")
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise TypeError(f"begin got {got}; expected a floating tensor [..., {self.dim}]: embed tokens first")
+        if x.dim() < 1 or x.shape[-1] != self.dim:
+            raise ValueError(
+                f"begin got a tensor of shape {list(x.shape)}; expected [..., {self.dim}] (dim={self.dim})"
+            )
+        home = next((p.device for p in self.parameters()), x.device)
+        if x.device != home:
+            raise ValueError(f"begin got a tensor on {x.device}, the stack is on {home}: move one with .to(device)")
+        return next(iter(self)).begin(x)
+
+    def end(self, state: State) -> Tensor:
+        """What the head reads."""
+        if self.out is None:
+            raise ValueError(
+                f"this slice ends before sublayer {self.hi} of {self.depth}; only the last one has an output"
+            )
+        return self.out.read(state)[0]
+
+    def forward(self, x: Tensor, sublayers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
+        """The whole loop, for networks whose sublayers take and return one tensor."""
+        if len(sublayers) != len(self):
+            raise ValueError(f"got {len(sublayers)} sublayers; expected {len(self)}, one a mixer")
+        state = self.begin(x)
+        for mixer, sublayer in zip(self, sublayers, strict=True):
+            state = mixer.step(state, sublayer)
+        return self.end(state)
+
+    def spec(self, index: int) -> StateSpec:
+        """Shapes alive before sublayer `index`, or before the output (`index == depth`)."""
+        check_range("index", index, 0, self.depth)
+        any_mixer = self.all_mixers()[0]
+        return any_mixer.spec(dataclasses.replace(any_mixer.site, index=index))
+
+    def slice(self, lo: int, hi: int) -> DepthStack:
+        """The part for sublayers lo … hi−1, sharing this stack's mixers: what a pipeline stage holds."""
+        if not self.lo <= lo < hi <= self.hi:
+            raise ValueError(f"slice({lo}, {hi}); expected {self.lo} <= lo < hi <= {self.hi}")
+        part = DepthStack.__new__(DepthStack)
+        nn.Module.__init__(part)
+        part.name, part.dim, part.depth = self.name, self.dim, self.depth
+        part.lo, part.hi = lo, hi
+        part.config, part.facts = self.config, self.facts
+        part.mixers = nn.ModuleDict({str(i): self.mixers[str(i)] for i in range(lo, hi)})
+        part.out = self.out if hi == self.depth else None
+        return part
+
+    def extra_repr(self) -> str:
+        part = "" if len(self) == self.depth else f", sublayers {self.lo} to {self.hi - 1}"
+        note = f", {self.facts.note}" if self.facts.note else ""
+        return f"{self.name!r}, dim={self.dim}, depth={self.depth}{part}{note}"
+
+
+def make_sites(dim: int, depth: int, kinds: Sequence[Kind] | None) -> list[Site]:
+    alternating: list[Kind] = ["attn" if i % 2 == 0 else "mlp" for i in range(depth)]
+    kinds = alternating if kinds is None else list(kinds)
+    if len(kinds) != depth or not set(kinds) <= {"attn", "mlp"}:
+        raise ValueError(f"kinds={kinds!r}; expected {depth} times 'attn' or 'mlp', one a sublayer")
+    return [Site(i, depth, dim, kind) for i, kind in enumerate(kinds)]
+
+
+def make_config(cls: type[DepthMixer], name: str, options: dict[str, Any]) -> MixerConfig:
+    known = [field.name for field in dataclasses.fields(cls.Config)]
+    for option in options:
+        if option not in known:
+            close = difflib.get_close_matches(option, known, 1)
+            hint = f"Did you mean {close[0]!r}? " if close else ""
+            raise ValueError(f"{name} has no option {option!r}. {hint}Known: {', '.join(known) or 'none'}")
+    try:
+        return cls.Config(**options)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def param_groups(stack: DepthStack, *, weight_decay: float = 0.1) -> list[dict[str, Any]]:
+    """Optimiser groups of a stack's parameters, as `torch.optim` takes them.
+
+    Queries, gates, norm weights and biases take no weight decay; matrices do. Each group also says under "muon"
+    whether its parameters may go to Muon: a query of shape [1, D] is a matrix by shape only.
+    """
+    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
+    for prefix, mixer in stack.named_modules():
+        if not isinstance(mixer, DepthMixer):
+            continue
+        for name, parameter in mixer.named_parameters(recurse=False):
+            decays, muon = name in mixer.takes_decay, name in mixer.takes_muon
+            group = groups.setdefault(
+                (decays, muon),
+                {"params": [], "names": [], "weight_decay": weight_decay if decays else 0.0, "muon": muon},
+            )
+            group["params"].append(parameter)
+            group["names"].append(f"{prefix}.{name}")
+    return list(groups.values())
+
+
+__all__ = ["DepthStack", "param_groups"]

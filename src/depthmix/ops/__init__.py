@@ -1,0 +1,37 @@
+"""Pure tensor functions of depth mixing. `depthmix.ops.reference` holds each of them in plain torch."""
+
+from depthmix.ops.attend import attend, check_sources, merge
+from depthmix.ops.reference import (
+    accumulator,
+    delta_rule,
+    elu1,
+    key_of,
+    linear,
+    mix,
+    read_streams,
+    rms_norm,
+    scores,
+    sinkhorn,
+    weighted_sum,
+    wide,
+    write_streams,
+)
+
+__all__ = [
+    "accumulator",
+    "attend",
+    "check_sources",
+    "delta_rule",
+    "elu1",
+    "key_of",
+    "linear",
+    "merge",
+    "mix",
+    "read_streams",
+    "rms_norm",
+    "scores",
+    "sinkhorn",
+    "weighted_sum",
+    "wide",
+    "write_streams",
+]

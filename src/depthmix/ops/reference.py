@@ -1,0 +1,142 @@
+"""Every operation of depthmix in plain torch: the ground truth that faster forms are tested against.
+
+Axes: ... any leading shape (batch, token), D channel, S source, Q query, H head, M stream.
+
+Weights, norms and sums are computed in float32 at least (float64 stays float64);
+what goes back into the stream is rounded once, to the stream's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a stream of this dtype is accumulated."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(accumulator(x.dtype))
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast off: products that decide weights stay in float32."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """weight @ x + bias in the accumulator's dtype."""
+    x = wide(x)
+    with full_precision(x.device):
+        return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def rms_norm(v: Tensor, eps: float) -> Tensor:
+    """v / sqrt(mean(v²) + eps) in the accumulator's dtype, without a weight.
+
+    Large vectors are divided by their largest entry first: 1e30 squared overflows float32.
+    """
+    v = wide(v)
+    size = v.detach().abs().amax(-1, keepdim=True).clamp(min=1.0) if v.shape[-1] else v.new_ones(())
+    small = v / size
+    return small * torch.rsqrt(small.square().mean(-1, keepdim=True) + eps / size.square())
+
+
+def elu1(x: Tensor) -> Tensor:
+    """φ(x) = elu(x) + 1, the positive feature map of linear attention."""
+    return torch.nn.functional.elu(x) + 1
+
+
+def key_of(v: Tensor, key_weight: Tensor | None, normalize: bool, eps: float) -> Tensor:
+    key = rms_norm(v, eps) if normalize else wide(v)
+    return key if key_weight is None else key * key_weight
+
+
+def scores(keys: Sequence[Tensor], query: Tensor) -> Tensor:
+    """Logits [..., H, S] of keys [..., D], split into heads, under queries [..., H, D/H]."""
+    heads = query.shape[-2]
+    return torch.stack([(k.unflatten(-1, (heads, -1)) * query).sum(-1) for k in keys], -1)
+
+
+def mix(sources: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """Σ_s weights[..., h, s] sources[s], each head h weighting its own group of channels."""
+    heads = weights.shape[-2]
+    total = sum(wide(v).unflatten(-1, (heads, -1)) * weights[..., s, None] for s, v in enumerate(sources))
+    assert isinstance(total, Tensor)
+    return total.flatten(-2).to(sources[0].dtype)
+
+
+def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor:
+    """Σ weights[i] ⊙ tensors[i] with weights that broadcast over channels; None stands for 1."""
+    total = sum(wide(x) if w is None else wide(x) * w for x, w in zip(tensors, weights, strict=True))
+    assert isinstance(total, Tensor)
+    return total.to(tensors[0].dtype)
+
+
+def attend(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    key_weight: Tensor | None = None,
+    *,
+    normalize: bool = True,
+    eps: float = 1e-6,
+    scale: float = 1.0,
+) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
+    """Softmax attention of one query [D] or of Q queries [Q, D] over sources [..., D]; see `ops.attend`."""
+    folded = wide(query) if key_weight is None else wide(query) * key_weight
+    folded = folded.reshape(-1, query.shape[-1])  # [Q, D]
+    keys = [key_of(v, None, normalize, eps) for v in sources]
+    logits = scale * torch.stack([linear(k, folded) for k in keys], -1)  # [..., Q, S]
+    lse = logits.logsumexp(-1)  # [..., Q]
+    weights = (logits - lse.unsqueeze(-1)).exp()
+    mixed = tuple(mix(sources, weights[..., q : q + 1, :]) for q in range(folded.shape[0]))
+    return (mixed[0], lse[..., 0]) if query.dim() == 1 else (mixed, lse)
+
+
+def merge(h1: Tensor, lse1: Tensor, h2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
+    """Online softmax: attention over two disjoint sets of sources from the result over each."""
+    share = torch.sigmoid(lse1 - lse2).unsqueeze(-1)
+    return weighted_sum([h1, h2], [share, 1 - share]), torch.logaddexp(lse1, lse2)
+
+
+def sinkhorn(logits: Tensor, iterations: int, eps: float = 0.0) -> Tensor:
+    """[..., M, M] made doubly stochastic: softmax of rows, columns, then rows and columns in turn, columns last."""
+    matrix = torch.softmax(wide(logits), -1) + eps
+    matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        matrix = matrix / (matrix.sum(-1, keepdim=True) + eps)
+        matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
+    return matrix
+
+
+def read_streams(streams: Tensor, weights: Tensor) -> Tensor:
+    """Σ_m weights[..., m] streams[..., m, :]."""
+    return (wide(streams) * weights.unsqueeze(-1)).sum(-2).to(streams.dtype)
+
+
+def write_streams(streams: Tensor, transition: Tensor | None, gain: Tensor, y: Tensor) -> Tensor:
+    """streams[i] ← Σ_j transition[..., i, j] streams[j] + gain[..., i] y; no transition is the identity."""
+    kept = wide(streams)
+    if transition is not None:
+        with full_precision(streams.device):
+            kept = transition.to(kept.dtype) @ kept
+    return (kept + gain.unsqueeze(-1) * y.unsqueeze(-2)).to(streams.dtype)
+
+
+def delta_rule(rows: Tensor, erase: Tensor, write: Tensor, beta: Tensor, target: Tensor) -> Tensor:
+    """rows[j] ← rows[j] + β (target[j] write − ⟨rows[j], erase⟩ erase): the delta rule along the channels.
+
+    The key enters twice, erasing and writing; they are two arguments so that the rule stays linear in each of
+    (rows, write). rows [..., M, D], erase and write [..., D], beta [..., 1], target [..., M].
+    """
+    held = wide(rows)
+    recalled = (held * erase.unsqueeze(-2)).sum(-1)  # [..., M]
+    change = target.unsqueeze(-1) * write.unsqueeze(-2) - recalled.unsqueeze(-1) * erase.unsqueeze(-2)
+    return (held + beta.unsqueeze(-1) * change).to(rows.dtype)

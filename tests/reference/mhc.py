@@ -1,0 +1,184 @@
+"""Manifold-constrained Hyper-Connections, token by token in plain loops.
+
+Axes: x is [..., D]; a token is one row of x.reshape(N, D). The state of a token is a list of m streams H[j], each [D].
+H_pre and H_post are [m]; H_res is [m, m], indexed [old stream j, new stream i].
+
+    H = m copies of v_0
+    u = norm(vec(H))                                   vec(H) [mD], stream after stream
+    z = P u                                            rows of P: pre (m), post (m), res (m * m), in this order
+    H_pre  = sigmoid(a_pre z_pre + b_pre) + eps
+    H_post = 2 sigmoid(a_post z_post + b_post)
+    H_res  = Sinkhorn(a_res mat(z_res) + mat(b_res))   mat row by row
+    h_l = sum_j H_pre[j] H[j]                          l >= 2;  h_1 = H[0] = v_0, without the part pre
+    H[i] <- sum_j H_res[j, i] H[j] + H_post[i] v_l
+    h_{L+1} = sum_j r[j] H[j]                          r: 1/m (mean), 1 (sum), sigmoid(a (P u) + b) + eps (learned)
+
+    M_{i->l} = H_pre,l^T  H_res,l-1^T ... H_res,i+1^T  H_post,i
+
+with ones in the place of H_post,0 and r in the place of H_pre,L+1.
+"""
+
+import math
+
+import torch
+
+
+def _norm(v: torch.Tensor, eps: float) -> torch.Tensor:
+    """v / sqrt(mean(v^2) + eps) of one vector."""
+    return v / torch.sqrt((v * v).mean() + eps)
+
+
+def _sinkhorn(S: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
+    """C [N, m, m] of scores S [N, m, m]: rows softmax + eps, columns, then (iterations - 1) times rows, columns."""
+    m = S.shape[-1]
+    C = torch.stack([torch.softmax(S[:, j, :], dim=-1) + eps for j in range(m)], dim=1)
+    C = torch.stack([C[:, :, i] / (C[:, :, i].sum(-1, keepdim=True) + eps) for i in range(m)], dim=2)
+    for _ in range(iterations - 1):
+        C = torch.stack([C[:, j, :] / (C[:, j, :].sum(-1, keepdim=True) + eps) for j in range(m)], dim=1)
+        C = torch.stack([C[:, :, i] / (C[:, :, i].sum(-1, keepdim=True) + eps) for i in range(m)], dim=2)
+    return C
+
+
+def _parts(
+    H: list[torch.Tensor], params: dict[str, torch.Tensor], owner: str, sizes: list[tuple[str, int]], norm_eps: float
+) -> dict[str, torch.Tensor]:
+    """a_part z_part + b_part for each (part, number of rows), in the order of the rows of P."""
+    P, b, a = params[f"{owner}.projection"], params[f"{owner}.bias"], params[f"{owner}.scale"]
+    total = sum(size for _, size in sizes)
+    assert (P.shape[0], b.shape[0], a.shape[0]) == (total, total, len(sizes)), (owner, sizes)
+    u = _norm(torch.cat(H), norm_eps)
+    z = P @ u
+    parts = {}
+    start = 0
+    for index, (part, size) in enumerate(sizes):
+        rows = slice(start, start + size)
+        parts[part] = a[index] * z[rows] + b[rows]
+        start += size
+    return parts
+
+
+def _run(
+    x: torch.Tensor,
+    sublayers: list,
+    params: dict[str, torch.Tensor],
+    streams: int,
+    iterations: int,
+    transition: str,
+    readout: str,
+    eps: float,
+    norm_eps: float,
+) -> tuple[list[torch.Tensor], list[list], list[list], list[list]]:
+    """The reads h_1 ... h_{L+1}, and the coefficients read[l][n], write[l][n], carry[l][n] of sublayer l and token n.
+
+    read[1] and write[0] stand for the reads and writes without coefficients: one-hot at stream 0, and ones.
+    """
+    if transition not in ("full", "identity"):
+        raise ValueError(transition)
+    if readout not in ("mean", "sum", "learned"):
+        raise ValueError(readout)
+    m, L, D = streams, len(sublayers), x.shape[-1]
+    N = math.prod(x.shape[:-1])
+    tokens = x.reshape(N, D)
+    eye = torch.eye(m, dtype=x.dtype, device=x.device)
+    ones = torch.ones(m, dtype=x.dtype, device=x.device)
+
+    H = [[tokens[n] for _ in range(m)] for n in range(N)]
+    h = []
+    read = [[None] * N for _ in range(L + 2)]
+    write = [[None] * N for _ in range(L + 1)]
+    carry = [[None] * N for _ in range(L + 1)]
+    for n in range(N):
+        write[0][n] = ones
+
+    for ell in range(1, L + 2):
+        h_l, scores = [], []
+        for n in range(N):
+            if ell == 1:
+                read[ell][n] = eye[0]
+            elif ell == L + 1 and readout == "mean":
+                read[ell][n] = ones / m
+            elif ell == L + 1 and readout == "sum":
+                read[ell][n] = ones
+            elif ell == L + 1:
+                read[ell][n] = torch.sigmoid(_parts(H[n], params, "out", [("pre", m)], norm_eps)["pre"]) + eps
+
+            if ell <= L:
+                sizes = [("post", m)]
+                if ell > 1:
+                    sizes = [("pre", m), *sizes]
+                if transition == "full":
+                    sizes = [*sizes, ("res", m * m)]
+                part = _parts(H[n], params, f"mixers.{ell - 1}", sizes, norm_eps)
+                if ell > 1:
+                    read[ell][n] = torch.sigmoid(part["pre"]) + eps  # H_pre
+                write[ell][n] = 2 * torch.sigmoid(part["post"])  # H_post
+                if transition == "full":
+                    scores.append(part["res"].reshape(m, m))  # a_res mat(z_res) + mat(b_res)
+                else:
+                    carry[ell][n] = eye
+
+            if ell == 1:
+                h_l.append(H[n][0])  # h_1 = H[0]
+            else:
+                h_l.append(sum(read[ell][n][j] * H[n][j] for j in range(m)))  # h_l = sum_j H_pre[j] H[j]
+        h.append(torch.stack(h_l).reshape(x.shape) if N else x)
+
+        if scores:
+            carry[ell] = list(_sinkhorn(torch.stack(scores), iterations, eps))  # H_res of every token
+        if ell <= L:
+            v_l = sublayers[ell - 1](h[-1]).reshape(N, D)
+            for n in range(N):
+                H_post, H_res = write[ell][n], carry[ell][n]
+                # H[i] <- sum_j H_res[j, i] H[j] + H_post[i] v_l
+                H[n] = [sum(H_res[j, i] * H[n][j] for j in range(m)) + H_post[i] * v_l[n] for i in range(m)]
+    return h, read, write, carry
+
+
+def inputs(
+    x: torch.Tensor,
+    sublayers: list,
+    params: dict[str, torch.Tensor],
+    *,
+    streams: int = 4,
+    iterations: int = 20,
+    transition: str = "full",
+    readout: str = "mean",
+    scale_init: float = 0.0,
+    eps: float = 0.0,
+    norm_eps: float = 1e-6,
+) -> list[torch.Tensor]:
+    """[h_1, ..., h_{L+1}], each shaped like x. (`scale_init` decides only where parameters start.)"""
+    h, _, _, _ = _run(x, sublayers, params, streams, iterations, transition, readout, eps, norm_eps)
+    return h
+
+
+def matrix(
+    x: torch.Tensor,
+    sublayers: list,
+    params: dict[str, torch.Tensor],
+    *,
+    streams: int = 4,
+    iterations: int = 20,
+    transition: str = "full",
+    readout: str = "mean",
+    scale_init: float = 0.0,
+    eps: float = 0.0,
+    norm_eps: float = 1e-6,
+) -> torch.Tensor:
+    """M [..., L+1, L+1] from the ordered products. (`scale_init` decides only where parameters start.)"""
+    _, read, write, carry = _run(x, sublayers, params, streams, iterations, transition, readout, eps, norm_eps)
+    L, N = len(sublayers), math.prod(x.shape[:-1])
+    shape = (*x.shape[:-1], L + 1, L + 1)
+    eye = torch.eye(streams, dtype=x.dtype, device=x.device)
+    M = []
+    for n in range(N):
+        for ell in range(1, L + 2):
+            for i in range(L + 1):
+                if i >= ell:
+                    M.append(x.new_zeros(()))
+                    continue
+                product = eye
+                for j in range(i + 1, ell):
+                    product = carry[j][n].T @ product  # H_res,l-1^T ... H_res,i+1^T
+                M.append((read[ell][n] * (product @ write[i][n])).sum())  # H_pre,l^T product H_post,i
+    return torch.stack(M).reshape(shape) if N else x.new_zeros(shape)
