@@ -44,6 +44,17 @@ lint: $(VENV)/dev
 test: $(VENV)/dev compiler lint
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
+# Public implementations bring many packages along: they have an environment of their own.
+PEERS := .venv-conformance
+$(PEERS)/installed: pyproject.toml constraints.txt
+	@$(MAKE) -s VENV=$(PEERS) $(PEERS)/pip
+	$(PEERS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[conformance]'
+	touch $@
+
+conformance: $(PEERS)/installed
+	$(PEERS)/bin/python -m pytest --confcutdir=tests/conformance tests/conformance $(ARGS) || { \
+	  [ $$? = 5 ] && echo "nothing was compared: no test was collected; is every implementation importable?"; exit 1; }
+
 docs: $(VENV)/dev
 	$(BIN)/mkdocs build --strict --quiet
 

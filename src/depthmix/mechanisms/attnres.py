@@ -25,6 +25,7 @@ from depthmix.mechanisms.base import (
     check_divides,
     check_positive,
     check_range,
+    option,
     rank_cap,
 )
 
@@ -33,12 +34,14 @@ from depthmix.mechanisms.base import (
 class SourceAttentionConfig(MixerConfig):
     """How weights of sources are made; shared by the AttnRes family."""
 
-    query: Literal["static", "input"] = "static"
-    mixing: Literal["softmax", "sigmoid", "static", "linear"] = "softmax"
-    key_norm: bool = True
-    heads: int = 1
-    scale: float = 1.0
-    eps: float = 1e-6
+    query: Literal["static", "input"] = option("static", "a learned vector, or a projection of the newest source")
+    mixing: Literal["softmax", "sigmoid", "static", "linear"] = option(
+        "softmax", "scores to weights; static: learned scalars; linear: a kernel"
+    )
+    key_norm: bool = option(True, "RMSNorm on keys")
+    heads: int = option(1, "groups of channels with weights of their own")
+    scale: float = option(1.0, "of the scores")
+    eps: float = option(1e-6, "of the key norm")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_divides("heads", self.heads, dim)
@@ -79,8 +82,8 @@ class SourceAttentionConfig(MixerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AttnResConfig(SourceAttentionConfig):
-    window: int | None = None
-    scale_by_count: bool = False
+    window: int | None = option(None, "read the embedding and this many newest outputs only")
+    scale_by_count: bool = option(False, "multiply by the number of sources: PreNorm at the start, exactly")
 
     def check(self, *, dim: int, depth: int) -> None:
         super().check(dim=dim, depth=depth)
@@ -197,7 +200,7 @@ class AttnRes(SourceAttention):
 
     Config = AttnResConfig
     paper = "arXiv 2603.15031"
-    holds = "every output"
+    holds = "all outputs"
     rank_formula = "⌊(L+2)/2⌋"
     parameters_formula = "2·L·D"
     takes_decay = frozenset({"query_proj"})

@@ -95,6 +95,11 @@ class MixerConfig:
         """Raise ValueError where an option does not fit the width or the depth."""
 
 
+def option(default: Any, meaning: str) -> Any:
+    """A field of a mechanism's options, with the words that `depthmix show` prints for it."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning})
+
+
 def check_option(name: str, value: object, hint: Any) -> None:
     choices = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:

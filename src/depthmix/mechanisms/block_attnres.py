@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from depthmix.mechanisms.attnres import SourceAttention, SourceAttentionConfig, check_count, options_of_family
-from depthmix.mechanisms.base import Coeff, Facts, Site, State, StateSpec, check_range
+from depthmix.mechanisms.base import Coeff, Facts, Site, State, StateSpec, check_range, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockAttnResConfig(SourceAttentionConfig):
-    block_sublayers: int | None = None
-    num_blocks: int | None = None
-    scale_by_count: bool = False
+    block_sublayers: int | None = option(None, "sublayers in a block")
+    num_blocks: int | None = option(None, "how many blocks; neither: 8")
+    scale_by_count: bool = option(False, "multiply by the number of sources: PreNorm at the start, exactly")
 
     def check(self, *, dim: int, depth: int) -> None:
         super().check(dim=dim, depth=depth)
@@ -56,7 +56,7 @@ class BlockAttnRes(SourceAttention):
 
     Config = BlockAttnResConfig
     paper = "arXiv 2603.15031"
-    holds = "block sums, partial"
+    holds = "block sums"
     rank_formula = "max_k min(1+⌈k/S⌉, L+1−k)"
     parameters_formula = "2·L·D"
     takes_decay = frozenset({"query_proj"})

@@ -24,15 +24,16 @@ from depthmix.mechanisms.base import (
     StateSpec,
     check_positive,
     check_range,
+    option,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepDeltaConfig(MixerConfig):
-    value_width: int = 1
-    beta: float = 1.0
-    eps: float = 1e-6
-    key_eps: float = 1e-5
+    value_width: int = option(1, "columns of the state")
+    beta: float = option(1.0, "start of β, between 0 and 2")
+    eps: float = option(1e-6, "of the norm of what is read")
+    key_eps: float = option(1e-5, "of the key's norm")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_range("value_width", self.value_width, 1)
@@ -64,7 +65,7 @@ class DeepDelta(DepthMixer):
 
     Config = DeepDeltaConfig
     paper = "arXiv 2601.00417"
-    holds = "X, m values wide"
+    holds = "X, m columns"
     rank_formula = "operator-valued"
     parameters_formula = "L(D+1+mD), + L·m for m ≥ 2"
     operator_valued = True

@@ -26,7 +26,7 @@ class DeltaAttnRes(SourceAttention):
 
     Config = SourceAttentionConfig
     paper = "arXiv 2605.18855"
-    holds = "every output"
+    holds = "all outputs"
     rank_formula = "⌊(L+2)/2⌋"
     parameters_formula = "2·(L−1)·D"
     takes_decay = frozenset({"query_proj"})

@@ -18,15 +18,15 @@ from depthmix.mechanisms.base import (
     State,
     StateSpec,
     check_range,
-    rank_cap,
+    option,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseFormerConfig(MixerConfig):
-    dilation: int = 1
-    period: int = 1
-    block_sublayers: int = 2
+    dilation: int = option(1, "every how many blocks back a read reaches")
+    period: int = option(1, "after every how many blocks an average is taken")
+    block_sublayers: int = option(2, "sublayers of a Transformer block")
 
     def check(self, *, dim: int, depth: int) -> None:
         for name in ("dilation", "period", "block_sublayers"):
@@ -53,8 +53,8 @@ class DenseFormer(DepthMixer):
 
     Config = DenseFormerConfig
     paper = "arXiv 2402.02622"
-    holds = "every block output, x"
-    rank_formula = "⌊(N+2)/2⌋, N blocks"
+    holds = "block outputs"
+    rank_formula = "max over cuts of min(vectors alive, averages to come)"
     parameters_formula = "N(N+3)/2, N blocks"
     variants = ({}, {"dilation": 2}, {"period": 2}, {"dilation": 2, "period": 3}, {"block_sublayers": 1})
 
@@ -66,7 +66,7 @@ class DenseFormer(DepthMixer):
         sizes = [j // config.dilation + 1 for j in range(1, blocks + 1) if config.averages(j)]
         return Facts(
             preserves_prenorm="exact",
-            rank=min(rank_cap(blocks), blocks // config.period + 1),  # a bound where dilation thins the reads
+            rank=max(cut_rank(config, index, depth) for index in range(depth + 1)),
             parameters=sum(sizes),
             reads=(2 + sum(sizes) / depth) * dim,
             writes=(1 + len(sizes) / depth) * dim,
@@ -104,3 +104,16 @@ class DenseFormer(DepthMixer):
     def update(self, state: State, c: Coeff, v: Tensor) -> State:
         bank = state if self.at_boundary else state[:-1]
         return (*bank, self.combine(state, c) + v)  # (2)
+
+
+def cut_rank(config: DenseFormerConfig, index: int, depth: int) -> int:
+    """What can cross the cut before site `index`: vectors alive, and reads to come that are not alike.
+
+    Exact at dilation 1; a longer dilation thins the reads, and the rank can stay below.
+    """
+    size = config.block_sublayers
+    inside = index % size != 0
+    alive = config.blocks_before(index) + 1 + inside
+    averages = sum(min(j * size, depth) >= index and config.averages(j) for j in range(1, -(-depth // size) + 1))
+    stream = inside or not config.averages(config.blocks_before(index))  # the running stream is read as it is
+    return min(alive, averages + stream)

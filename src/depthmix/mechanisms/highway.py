@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
-from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site, State, check_positive
+from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site, State, check_positive, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class HighwayConfig(MixerConfig):
-    gate: Literal["scalar", "channel"] = "scalar"
-    bias: float = -2.0
-    eps: float = 1e-6
+    gate: Literal["scalar", "channel"] = option("scalar", "one gate a token, or one a channel")
+    bias: float = option(-2.0, "start of the gate's bias; negative: the carry dominates")
+    eps: float = option(1e-6, "of the norm under the gate")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_positive("eps", self.eps)

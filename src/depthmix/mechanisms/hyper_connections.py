@@ -23,6 +23,7 @@ from depthmix.mechanisms.base import (
     StateSpec,
     check_positive,
     check_range,
+    option,
     rank_cap,
 )
 
@@ -75,12 +76,12 @@ def stream_prenorm(readout: Readout) -> PreNorm:
 
 @dataclass(frozen=True, kw_only=True)
 class HyperConnectionsConfig(MixerConfig):
-    streams: int = 4
-    dynamic: bool = True
-    transition: Literal["full", "identity"] = "full"
-    readout: Readout = "mean"
-    tanh: bool = True
-    eps: float = 1e-6
+    streams: int = option(4, "number of streams m")
+    dynamic: bool = option(True, "coefficients depend on the streams (DHC); False: SHC")
+    transition: Literal["full", "identity"] = option("full", "identity: streams are not mixed")
+    readout: Readout = option("mean", "what the head reads of the streams")
+    tanh: bool = option(True, "bound the dynamic part")
+    eps: float = option(1e-6, "of the norm of a stream")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_range("streams", self.streams, 1)
@@ -102,7 +103,7 @@ class HyperConnections(StreamMixer):
 
     Config = HyperConnectionsConfig
     paper = "arXiv 2409.19606"
-    parameters_formula = "L(m²+2m), dynamic + L(D(m+3)+2)"
+    parameters_formula = "L(m²+2m) − m, dynamic + L(D(m+3)+2) − D"
     takes_decay = frozenset({"w_m", "w_r", "w_b"})
     variants = (
         {},

@@ -22,17 +22,18 @@ from depthmix.mechanisms.base import (
     StateSpec,
     check_positive,
     check_range,
+    option,
     rank_cap,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionConfig(MixerConfig):
-    rank: int = 4
-    rule: Literal["plain", "gated", "delta"] = "plain"
-    feature_map: Literal["identity", "elu1"] = "identity"
-    normalize: bool = False
-    eps: float = 1e-6
+    rank: int = option(4, "rows of the state, r")
+    rule: Literal["plain", "gated", "delta"] = option("plain", "add, decay and add, or overwrite along the key")
+    feature_map: Literal["identity", "elu1"] = option("identity", "of queries and keys; elu1: positive")
+    normalize: bool = option(False, "divide by the sum of the weights; needs elu1")
+    eps: float = option(1e-6, "of the norm under the keys")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_range("rank", self.rank, 1)
@@ -71,7 +72,7 @@ class LinearAttention(DepthMixer):
     """
 
     Config = LinearAttentionConfig
-    paper = "arXiv 2006.16236 over depth"
+    paper = "arXiv 2006.16236"
     holds = "S, r rows"
     rank_formula = "r"
     parameters_formula = "(L+1)r(D+1) + L·r"

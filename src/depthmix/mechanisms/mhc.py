@@ -14,19 +14,29 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
-from depthmix.mechanisms.base import Coeff, Facts, MixerConfig, Site, State, check_positive, check_range, rank_cap
+from depthmix.mechanisms.base import (
+    Coeff,
+    Facts,
+    MixerConfig,
+    Site,
+    State,
+    check_positive,
+    check_range,
+    option,
+    rank_cap,
+)
 from depthmix.mechanisms.hyper_connections import Readout, StreamMixer, Streams, stream_prenorm, stream_traffic
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManifoldConfig(MixerConfig):
-    streams: int = 4
-    iterations: int = 20
-    transition: Literal["full", "identity"] = "full"
-    readout: Readout = "mean"
-    scale_init: float = 0.0
-    eps: float = 0.0
-    norm_eps: float = 1e-6
+    streams: int = option(4, "number of streams m")
+    iterations: int = option(20, "of Sinkhorn")
+    transition: Literal["full", "identity"] = option("full", "identity: streams are not mixed")
+    readout: Readout = option("mean", "what the head reads of the streams; learned: DeepSeek's head")
+    scale_init: float = option(0.0, "start of the input scales; 0: M is 1 (DeepSeek: 0.01)")
+    eps: float = option(0.0, "in H_pre and Sinkhorn (DeepSeek: 1e-6)")
+    norm_eps: float = option(1e-6, "of the norm of all streams")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_range("streams", self.streams, 2, remedy="One stream is the mechanism 'residual'")
@@ -56,7 +66,7 @@ class ManifoldHyperConnections(StreamMixer):
 
     Config: ClassVar[type[MixerConfig]] = ManifoldConfig
     paper = "arXiv 2512.24880"
-    parameters_formula = "L((m²+2m)(mD+1)+3)"
+    parameters_formula = "L((m²+2m)(mD+1)+3) − m(mD+1) − 1"
     takes_decay = frozenset({"projection"})
     variants: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {},

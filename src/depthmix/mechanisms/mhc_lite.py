@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
-from depthmix.mechanisms.base import MixerConfig, Site, check_positive, check_range
+from depthmix.mechanisms.base import MixerConfig, Site, check_positive, check_range, option
 from depthmix.mechanisms.hyper_connections import Readout
 from depthmix.mechanisms.mhc import ManifoldHyperConnections
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiteConfig(MixerConfig):
-    streams: int = 4
-    readout: Readout = "mean"
-    start: Literal["prenorm", "paper"] = "prenorm"
-    norm_eps: float = 1e-6
+    streams: int = option(4, "number of streams m, 2 to 5")
+    readout: Readout = option("mean", "what the head reads of the streams; learned: DeepSeek's head")
+    start: Literal["prenorm", "paper"] = option("prenorm", "prenorm: M is 1; paper: each site prefers a stream")
+    norm_eps: float = option(1e-6, "of the norm of all streams")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_range("streams", self.streams, 2, 5, remedy="There are m! permutations; for more streams take 'mhc'")
@@ -46,7 +46,10 @@ class LiteConfig(MixerConfig):
 class LiteHyperConnections(ManifoldHyperConnections):
     """mHC-lite (arXiv 2601.05732): as mHC, but for the transition, which is applied as it stands.
 
-    (4) H_res = Σ_r softmax(a z + b)_r Π_r,  Π_r[i, π_r(i)] = 1,  permutations in lexicographic order
+    (1) z = P u, in parts pre, post, res
+    (2) H_pre = σ(a z + b)
+    (3) H_post = 2 σ(a z + b)
+    (4) H_res = Σ_r softmax(a z + b)_r Π_r,  Π_r[i, π_r(i)] = 1,  r in lexicographic order
     (h) h_l = Σ_j H_pre[j] H[j]
     (H) H[i] ← Σ_j H_res[i, j] H[j] + H_post[i] v_l
 
@@ -55,7 +58,7 @@ class LiteHyperConnections(ManifoldHyperConnections):
 
     Config = LiteConfig
     paper = "arXiv 2601.05732"
-    parameters_formula = "L((m!+2m)(mD+1)+3)"
+    parameters_formula = "L((m!+2m)(mD+1)+3) − m(mD+1) − 1"
     variants = ({}, {"start": "paper"}, {"streams": 3, "readout": "learned"}, {"streams": 2, "readout": "sum"})
     permutations: Tensor
 

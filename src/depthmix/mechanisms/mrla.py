@@ -23,15 +23,16 @@ from depthmix.mechanisms.base import (
     StateSpec,
     check_divides,
     check_positive,
+    option,
     rank_cap,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAttentionConfig(MixerConfig):
-    form: Literal["light", "base"] = "light"
-    head_dim: int | None = None
-    eps: float = 1e-6
+    form: Literal["light", "base"] = option("light", "light: gated recurrence; base: softmax over all outputs")
+    head_dim: int | None = option(None, "channels of a head; None: gcd(dim, 32)")
+    eps: float = option(1e-6, "of the norm under queries and keys")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_positive("eps", self.eps)
@@ -70,9 +71,9 @@ class LayerAttention(DepthMixer):
 
     Config = LayerAttentionConfig
     paper = "arXiv 2302.03985"
-    holds = "x, o; base: every output and key"
-    rank_formula = "2 a channel; base ⌊(L+2)/2⌋"
-    parameters_formula = "(4L+2)·D; base (3L+1)·D"
+    holds = "x, o"
+    rank_formula = "2 a channel"
+    parameters_formula = "(4L+2)·D"
     variants = ({}, {"head_dim": 2}, {"form": "base"}, {"form": "base", "head_dim": 4})
 
     @classmethod
@@ -162,6 +163,10 @@ class BaseLayerAttention(LayerAttention):
 
     State: every source with its key, v_0, k_0, v_1, k_1, …; before sublayer 1 the embedding alone.
     """
+
+    holds = "all outputs, keys"
+    rank_formula = "⌊(L+2)/2⌋ a channel"
+    parameters_formula = "(3L+1)·D"
 
     @classmethod
     def facts(cls, config: Any, *, dim: int, depth: int) -> Facts:

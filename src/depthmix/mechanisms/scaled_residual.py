@@ -8,13 +8,13 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from depthmix import ops
-from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site, State
+from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site, State, option
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledResidualConfig(MixerConfig):
-    gate: Literal["scalar", "channel"] = "scalar"
-    init: float | None = None
+    gate: Literal["scalar", "channel"] = option("scalar", "one scale a sublayer (ReZero) or one a channel (LayerScale)")
+    init: float | None = option(None, "start of every scale; None: 0, or LayerScale's table by depth")
 
     def start(self, depth: int) -> float:
         """0 for ReZero; LayerScale's table over the number of Transformer blocks."""

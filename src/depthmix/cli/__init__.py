@@ -1,0 +1,30 @@
+"""The command line: `depthmix VERB`, one file a verb."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a verb; wrong input ends with its message and exit code 2."""
+    import tyro
+
+    from depthmix.cli import list as list_verb
+    from depthmix.cli import show, verify
+
+    verbs: dict[str, Callable[..., int]] = {"list": list_verb.run, "show": show.run, "verify": verify.run}
+    try:
+        code: int | None = tyro.extras.subcommand_cli_from_dict(
+            verbs,
+            prog="depthmix",
+            description="What should a layer read from the layers below it?",
+            args=args,
+        )
+    except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
+        print(f"depthmix: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader of our output has left
+        sys.stderr.close()
+        return 141
+    return int(code or 0)

@@ -1,0 +1,5 @@
+import sys
+
+from depthmix.cli import main
+
+sys.exit(main())

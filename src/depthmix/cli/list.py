@@ -1,0 +1,81 @@
+"""`depthmix list`: every mechanism on one screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_format
+from typing import Any
+
+import torch
+
+from depthmix.mechanisms import DepthStack, list_mechanisms
+
+
+def run(dim: int = 768, depth: int = 24, json: bool = False) -> int:
+    """List the mechanisms with what they cost and keep.
+
+    Args:
+        dim: width for the figures.
+        depth: number of sublayers for the figures.
+        json: print a list of objects instead of a table.
+    """
+    rows = [describe(on_meta(name, dim, depth)) for name in list_mechanisms()]
+    print(json_format.dumps(rows, indent=2, ensure_ascii=False)) if json else print_table(rows, dim, depth)
+    return 0
+
+
+def on_meta(name: str, dim: int, depth: int, **options: Any) -> DepthStack:
+    """A stack without storage: enough to ask it."""
+    with torch.device("meta"):
+        return DepthStack(name, dim=dim, depth=depth, **options)
+
+
+def describe(stack: DepthStack) -> dict[str, Any]:
+    """What a mechanism says of itself, at this size and with these options."""
+    cls = type(next(iter(stack)))
+    return {
+        "name": stack.name,
+        "paper": cls.paper,
+        "state": cls.holds,
+        "parameters_formula": cls.parameters_formula,
+        "rank_formula": cls.rank_formula,
+        "operator_valued": cls.operator_valued,
+        "dim": stack.dim,
+        "depth": stack.depth,
+        "options": dataclasses.asdict(stack.config),
+        **dataclasses.asdict(stack.facts),
+    }
+
+
+def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"Mechanisms with default options at D = {dim}, L = {depth} sublayers"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("mechanism", no_wrap=True)
+    table.add_column("arXiv", min_width=10)
+    table.add_column("state")
+    table.add_column("params", justify="right", no_wrap=True)
+    table.add_column("rank", justify="right", no_wrap=True)
+    table.add_column("traffic", justify="right", no_wrap=True)
+    table.add_column("two-\nphase", no_wrap=True)
+    table.add_column("Pre-\nNorm")
+    for row in rows:
+        table.add_row(
+            row["name"],
+            row["paper"].removeprefix("arXiv ").replace(", ", "\n"),
+            row["state"],
+            f"{row['parameters']:,}",
+            "–" if row["rank"] is None else str(row["rank"]),
+            f"{row['reads'] / dim:.3g}+{row['writes'] / dim:.3g}",
+            "yes" if row["two_phase"] else "–",
+            row["preserves_prenorm"],
+        )
+    console = Console()
+    console.print(table)
+    console.print("rank     semiseparable rank of the depth mixing matrix M, generic coefficients")
+    console.print("traffic  reads + writes per token and sublayer in widths D, in the leanest form")
+    console.print("PreNorm  whether a fresh stack computes the PreNorm network\n")
+    console.print("Formulas, options and code of one mechanism: depthmix show NAME")

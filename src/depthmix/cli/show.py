@@ -1,0 +1,167 @@
+"""`depthmix show`: one mechanism, its equations against the lines that compute them, its options and its cost."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json as json_format
+import re
+import typing
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from depthmix.cli.list import describe, on_meta
+from depthmix.mechanisms import DepthMixer, DepthStack
+
+TAG = re.compile(r"\((\w+)\)")
+
+
+def run(
+    name: Annotated[str, tyro.conf.Positional],
+    options: tuple[str, ...] = (),
+    dim: int = 768,
+    depth: int = 24,
+    dtype: str = "bfloat16",
+    json: bool = False,
+) -> int:
+    """Show a mechanism: equations and code, options, cost for a given size.
+
+    Args:
+        name: a name from `depthmix list`.
+        options: options of the mechanism as KEY=VALUE, such as block_sublayers=4 heads=2.
+        dim: width D.
+        depth: number of sublayers L.
+        dtype: of the stream, for the figures in bytes.
+        json: print an object instead of text.
+    """
+    stack = on_meta(name, dim, depth, **parse_options(options))
+    cls = type(next(iter(stack)))
+    about = {
+        **describe(stack),
+        "description": inspect.getdoc(cls) or "",
+        "equations": equations(cls),
+        "option_table": option_table(cls),
+        "cost": cost(stack, dtype),
+    }
+    print(json_format.dumps(about, indent=2, ensure_ascii=False, default=str)) if json else print_page(about)
+    return 0
+
+
+def parse_options(pairs: tuple[str, ...]) -> dict[str, Any]:
+    options = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise ValueError(f"option {pair!r}; expected KEY=VALUE, such as num_blocks=8")
+        try:
+            options[key] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            options[key] = text
+    return options
+
+
+def equations(cls: type[DepthMixer]) -> list[dict[str, Any]]:
+    """Each equation of the docstring, marked (1), (2), …, with the lines of code that carry its mark."""
+    lines = marked_lines(cls)
+    found = []
+    for line in (inspect.getdoc(cls) or "").splitlines():
+        if match := re.match(r"\((\w+)\) (.+)", line.strip()):
+            found.append({"mark": match[1], "equation": match[2], "code": lines.get(match[1], [])})
+    return found
+
+
+def marked_lines(cls: type[DepthMixer]) -> dict[str, list[str]]:
+    """Lines that end in a comment with marks, of the class and of the classes that it builds upon."""
+    lines: dict[str, list[str]] = {}
+    for owner in cls.__mro__:
+        if owner is DepthMixer:
+            break
+        source, start = inspect.getsourcelines(owner)
+        file = Path(inspect.getsourcefile(owner) or "").name
+        own: dict[str, list[str]] = {}
+        for number, line in enumerate(source, start):
+            code, hash_, comment = line.partition("  # ")
+            if hash_ and comment.lstrip().startswith("("):
+                for mark in TAG.findall(comment):
+                    own.setdefault(mark, []).append(f"{file}:{number}  {code.strip()}")
+        lines = {**own, **lines}  # a subclass says its own equations anew
+    return lines
+
+
+def option_table(cls: type[DepthMixer]) -> list[dict[str, str]]:
+    hints = typing.get_type_hints(cls.Config)
+    return [
+        {
+            "option": field.name,
+            "default": repr(field.default),
+            "takes": takes(hints[field.name]),
+            "meaning": field.metadata.get("meaning", ""),
+        }
+        for field in dataclasses.fields(cls.Config)
+    ]
+
+
+def takes(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(map(repr, typing.get_args(hint)))
+    return getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint)
+
+
+def cost(stack: DepthStack, dtype: str) -> dict[str, Any]:
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise ValueError(f"dtype={dtype!r}; expected a floating dtype of torch, such as bfloat16")
+    elements = [sum(torch.Size(shape).numel() for shape in stack.spec(i).shapes) for i in range(stack.depth + 1)]
+    facts = stack.facts
+    return {
+        "dtype": dtype,
+        "parameters": facts.parameters,
+        "read_bytes_per_token_and_sublayer": facts.reads * kind.itemsize,
+        "write_bytes_per_token_and_sublayer": facts.writes * kind.itemsize,
+        "largest_state_bytes_per_token": max(elements) * kind.itemsize,
+        "largest_state_in_widths": max(elements) / stack.dim,
+    }
+
+
+def print_page(about: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    title = about["description"].splitlines()[0]
+    console.print(f"[bold]{about['name']}[/bold]  {escape(title)}\n")
+    for row in about["equations"]:
+        console.print(f"  ({row['mark']}) [bold]{escape(row['equation'])}[/bold]")
+        for line in row["code"]:
+            console.print(f"        [dim]{escape(line)}[/dim]", soft_wrap=True)
+    prose = [" ".join(p.split()) for p in about["description"].split("\n\n")[1:] if not p.startswith("(")]
+    console.print("\n" + escape("\n\n".join(prose)) + "\n")
+    if about["option_table"]:
+        table = Table(title="Options", title_justify="left")
+        for heading in ("option", "default", "takes", "meaning"):
+            table.add_column(heading, overflow="fold")
+        for row in about["option_table"]:
+            table.add_row(*(escape(row[key]) for key in ("option", "default", "takes", "meaning")))
+        console.print(table)
+    facts, figures = about, about["cost"]
+    table = Table(title=f"At D = {facts['dim']}, L = {facts['depth']}", title_justify="left", show_header=False)
+    rank = about["rank_formula"] if facts["rank"] is None else f"{facts['rank']}  ({about['rank_formula']})"
+    rows = [
+        ("parameters", f"{figures['parameters']:,}  ({about['parameters_formula']})"),
+        ("semiseparable rank of M", rank),
+        ("starts as PreNorm", facts["preserves_prenorm"]),
+        ("two-phase", "yes: the queries are known in advance" if facts["two_phase"] else "no"),
+        ("state", f"{about['state']}; at most {figures['largest_state_in_widths']:.1f}·D a token"),
+        ("state bytes a token", f"{figures['largest_state_bytes_per_token']:,} in {figures['dtype']}"),
+        ("reads a token and sublayer", f"{figures['read_bytes_per_token_and_sublayer']:,.0f} bytes"),
+        ("writes a token and sublayer", f"{figures['write_bytes_per_token_and_sublayer']:,.0f} bytes"),
+        *([("layout", facts["note"])] if facts["note"] else []),
+    ]
+    for key, value in rows:
+        table.add_row(key, escape(value))
+    console.print(table)

@@ -1,0 +1,96 @@
+"""`depthmix verify`: the invariants of every mechanism, measured on this machine."""
+
+from __future__ import annotations
+
+import json as json_format
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+from depthmix.analysis.invariants import Check, verify
+from depthmix.mechanisms import list_mechanisms, mechanism
+
+Outcome = tuple[str, Mapping[str, Any], list[Check]]
+
+
+def run(
+    names: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
+    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float64",
+    device: str = "cpu",
+    dim: int = 8,
+    depth: int = 7,
+    checks: bool = False,
+    json: bool = False,
+) -> int:
+    """Measure what must hold for every mechanism; exit code 1 where something does not.
+
+    Args:
+        names: mechanisms to check; all of them by default, each with every option.
+        dtype: of the stream.
+        device: such as cpu or cuda.
+        dim: width; a multiple of 8, so that every option fits.
+        depth: number of sublayers, at least 4.
+        checks: print every check, not one line for each set of options.
+        json: print a list of objects instead of a table.
+    """
+    if dim % 8 or dim < 8 or depth < 4:
+        raise ValueError(f"dim={dim}, depth={depth}; expected a multiple of 8 and a depth of at least 4")
+    jobs = [(name, options) for name in names or list_mechanisms() for options in mechanism(name).variants]
+    kind = getattr(torch, dtype)
+    work = ((n, o, verify(n, o, dtype=kind, device=device, dim=dim, depth=depth)) for n, o in jobs)
+    outcomes = list(work) if json else list(with_progress(work, len(jobs)))
+    where = f"{platform.machine()}, torch {torch.__version__}, {dtype} on {device}, D = {dim}, L = {depth}"
+    if json:
+        print(json_format.dumps({"where": where, "checks": [*records(outcomes)]}, indent=2, ensure_ascii=False))
+    else:
+        print_table(outcomes, where, checks)
+    return 0 if all(check.holds for _, _, found in outcomes for check in found) else 1
+
+
+def with_progress(work: Iterator[Outcome], total: int) -> Iterator[Outcome]:
+    from rich.console import Console
+    from rich.progress import track
+
+    yield from track(work, total=total, description="verifying", transient=True, console=Console(file=sys.stderr))
+
+
+def records(outcomes: list[Outcome]) -> Iterator[dict[str, Any]]:
+    for name, options, found in outcomes:
+        for check in found:
+            yield {
+                "mechanism": name,
+                "options": dict(options),
+                "check": check.name,
+                "error": check.error if check.error < float("inf") else None,
+                "bound": check.bound,
+                "holds": check.holds,
+            }
+
+
+def print_table(outcomes: list[Outcome], where: str, every_check: bool) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=f"Invariants: {where}", title_justify="left")
+    for heading in ("mechanism", "options", "check", "error", "at most", ""):
+        table.add_column(heading, overflow="fold")
+    for name, options, found in outcomes:
+        words = " ".join(f"{k}={v}" for k, v in options.items()) or "defaults"
+        shown = found if every_check else [check for check in found if not check.holds]
+        for check in shown:
+            mark = "[green]holds[/green]" if check.holds else "[red]FAILS[/red]"
+            table.add_row(name, words, escape(check.name), f"{check.error:.1e}", f"{check.bound:.1e}", mark)
+        if not shown:
+            worst = max((c for c in found if c.bound > 0), key=lambda c: c.error / c.bound)
+            text = f"{len(found)} checks; nearest to its bound: {worst.name}"
+            table.add_row(name, words, text, f"{worst.error:.1e}", f"{worst.bound:.1e}", "[green]hold[/green]")
+    console = Console()
+    console.print(table)
+    failed = sum(not check.holds for _, _, found in outcomes for check in found)
+    total = sum(len(found) for _, _, found in outcomes)
+    console.print(f"{total - failed} of {total} checks hold")

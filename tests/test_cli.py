@@ -1,0 +1,131 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import depthmix as dm
+from depthmix.cli import main
+
+
+def test_list_names_every_mechanism(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    for name in dm.list_mechanisms():
+        assert name in out
+    assert all(len(line) <= 80 for line in out.splitlines()), "fits a plain terminal"
+
+
+def test_list_as_json_holds_the_facts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--json", "--dim", "64", "--depth", "6"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert set(rows) == set(dm.list_mechanisms())
+    assert rows["attnres"]["parameters"] == 2 * 6 * 64
+    assert rows["attnres"]["two_phase"] is True
+    assert rows["residual"]["preserves_prenorm"] == "exact"
+    assert rows["mhc"]["rank"] == 4
+    assert rows["ddl"]["rank"] is None
+    assert {"paper", "state", "reads", "writes"} <= set(rows["ddl"])
+
+
+@pytest.mark.parametrize("name", dm.list_mechanisms())
+def test_show_sets_equations_against_code(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", name]) == 0
+    out = capsys.readouterr().out
+    assert name in out
+    assert ".py:" in out
+    assert "parameters" in out
+
+
+def test_show_takes_options_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["show", "block_attnres", "--options", "block_sublayers=4", "mixing=sigmoid", "--dim", "64", "--json"]
+    assert main(arguments) == 0
+    page = json.loads(capsys.readouterr().out)
+    assert page["options"]["mixing"] == "sigmoid"
+    assert page["note"] == "6 blocks of 4 sublayers"
+    assert page["cost"]["largest_state_bytes_per_token"] == 7 * 64 * 2
+    assert {row["option"] for row in page["option_table"]} >= {"heads", "num_blocks", "scale_by_count"}
+    assert all(row["meaning"] for row in page["option_table"])
+    assert all(row["code"] for row in page["equations"])
+
+
+def test_verify_prints_a_table_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "residual", "highway"]) == 0
+    out = capsys.readouterr().out
+    assert "64 of 64 checks hold" in out
+
+
+def test_verify_as_json_names_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "scaled_residual", "--json", "--dtype", "float32"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "float32" in report["where"]
+    assert all(row["holds"] for row in report["checks"])
+    assert {row["mechanism"] for row in report["checks"]} == {"scaled_residual"}
+
+
+def test_verify_fails_where_a_mechanism_is_broken(tmp_path: Path) -> None:
+    """A package that registers a mechanism which is not what it says: exit code 1 and the check by name."""
+    (tmp_path / "broken_mixer.py").write_text(
+        "from depthmix.mechanisms.residual import Residual\n"
+        "class Broken(Residual):\n"
+        "    def update(self, state, c, v):\n"
+        "        return (0.5 * state[0] + v,)\n"
+    )
+    info = tmp_path / "broken_mixer-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-mixer\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[depthmix.mechanisms]\nbroken = broken_mixer:Broken\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "depthmix", "verify", "broken"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "FAILS" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["show", "atnres"], ["unknown mechanism 'atnres'", "Did you mean 'attnres'"]),
+        (["show", "attnres", "--options", "heads"], ["'heads'", "KEY=VALUE"]),
+        (["show", "attnres", "--options", "heads=5"], ["heads=5", "dim=768"]),
+        (["show", "attnres", "--dtype", "int8"], ["'int8'", "floating"]),
+        (["verify", "nothing"], ["unknown mechanism 'nothing'"]),
+        (["verify", "--dim", "7"], ["dim=7", "multiple of 8"]),
+        (["list", "--depth", "0"], ["depth=0"]),
+    ],
+)
+def test_wrong_input_ends_with_its_message(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    for word in words:
+        assert word in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_help_tells_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    for verb in ("list", "show", "verify"):
+        assert verb in out
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from depthmix.analysis import figures
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match=r"depthmix\[report\]"):
+        figures.pyplot()

@@ -1,0 +1,178 @@
+"""The house: floors import from floors above them only, importing is light, pages and examples are true."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import depthmix as dm
+from depthmix.cli.show import equations
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "depthmix"
+FLOORS = ["ops", "mechanisms", "models", "parallel", "inference", "training", "analysis", "bench", "cli"]
+
+
+def imported(file: Path) -> set[str]:
+    """Modules of depthmix that a file imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "depthmix"}
+
+
+@pytest.mark.parametrize("file", sorted(SOURCE.glob("*/**/*.py")), ids=lambda f: str(f.relative_to(SOURCE)))
+def test_a_floor_imports_from_the_floors_above_it_only(file: Path) -> None:
+    floor = FLOORS.index(file.relative_to(SOURCE).parts[0])
+    for name in imported(file):
+        target = name.split(".")[1]
+        assert target in FLOORS, f"{file.name} imports {name}: import the floor itself, not the package"
+        assert FLOORS.index(target) <= floor, f"{file.name} imports {name} from a floor below"
+
+
+def test_every_folder_is_a_floor() -> None:
+    folders = {p.name for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert folders <= set(FLOORS)
+
+
+def test_importing_depthmix_imports_nothing_beyond_torch() -> None:
+    code = "import torch, sys; before = set(sys.modules); import depthmix; print(*sorted(set(sys.modules) - before))"
+    added = run(code).split()
+    outside = {name.split(".")[0] for name in added} - {"depthmix"} - set(sys.stdlib_module_names)
+    assert outside <= {"torch"}
+    assert "depthmix.mechanisms.attnres" not in added, "mechanisms are imported when they are asked for"
+
+
+def test_importing_depthmix_adds_at_most_a_tenth_to_torch() -> None:
+    shares = []
+    for _ in range(3):
+        out = subprocess.run(
+            [sys.executable, "-X", "importtime", "-c", "import depthmix"], capture_output=True, text=True, check=True
+        ).stderr
+        times = {m[2]: int(m[1]) for m in re.finditer(r"import time:\s*\d+ \|\s*(\d+) \| +(\S+)", out)}
+        shares.append((times["depthmix"] - times["torch"]) / times["torch"])
+    assert min(shares) <= 0.10, f"adds {min(shares):.0%}"
+
+
+def run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("name", dm.list_mechanisms())
+def test_every_mechanism_has_its_page_its_reference_and_its_equations(name: str) -> None:
+    assert (ROOT / "docs" / "mechanisms" / f"{name}.md").is_file()
+    assert (ROOT / "tests" / "reference" / f"{name}.py").is_file()
+    assert f"({name}.md)" in (ROOT / "docs" / "mechanisms" / "index.md").read_text()
+    forms = {dm.mechanism(name).resolve(dm.mechanism(name).Config(**o)) for o in dm.mechanism(name).variants}
+    for cls in forms:
+        found = equations(cls)
+        assert found
+        for row in found:
+            assert row["code"], f"{cls.__name__}: equation ({row['mark']}) has no line of code"
+        assert cls.paper
+        assert cls.holds
+        assert cls.rank_formula
+        assert cls.parameters_formula
+
+
+@pytest.mark.parametrize("name", dm.list_mechanisms())
+def test_a_page_names_every_option_and_parameter(name: str) -> None:
+    pages = ROOT / "docs" / "mechanisms"
+    page = (pages / f"{name}.md").read_text()
+    if name in ("block_attnres", "delta_attnres"):
+        page += (pages / "attnres.md").read_text()
+    if name == "mhc_lite":
+        page += (pages / "mhc.md").read_text()
+    for options in dm.mechanism(name).variants:
+        stack = dm.DepthStack(name, dim=8, depth=4, **options)
+        words = {n.rsplit(".", 1)[1] for n, _ in stack.named_parameters()} | set(vars(stack.config))
+        for word in words:
+            assert f"`{word}`" in page, f"{name}.md does not name `{word}`"
+
+
+@pytest.mark.parametrize("name", dm.list_mechanisms())
+def test_variants_reach_every_choice_of_every_option(name: str) -> None:
+    """What the class names as its variants is what all tests run over: it must leave nothing out."""
+    import dataclasses
+    import typing
+
+    cls = dm.mechanism(name)
+    hints = typing.get_type_hints(cls.Config)
+    for field in dataclasses.fields(cls.Config):
+        seen = {v.get(field.name, field.default) for v in cls.variants}
+        hint = hints[field.name]
+        if typing.get_origin(hint) is typing.Literal:
+            assert seen == set(typing.get_args(hint)), field.name
+        elif hint is bool:
+            assert seen == {True, False}, field.name
+        elif hint is not float and "eps" not in field.name:
+            assert len(seen) > 1, field.name
+
+
+def test_files_stay_about_one_screen() -> None:
+    for file in SOURCE.rglob("*.py"):
+        assert len(file.read_text().splitlines()) <= 400, file
+    for file in (SOURCE / "mechanisms").glob("*.py"):
+        if file.stem in dm.list_mechanisms():
+            assert len(file.read_text().splitlines()) <= 260, file
+
+
+def test_public_functions_say_what_they_do() -> None:
+    for name in dm.__all__:
+        thing = getattr(dm, name)
+        if inspect.isfunction(thing) or inspect.isclass(thing):
+            assert inspect.getdoc(thing) or name == "State", name
+
+
+def test_the_code_blocks_of_the_readme_run() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert blocks
+    scope: dict[str, object] = {}
+    torch.manual_seed(0)
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), scope)
+
+
+def test_the_pages_build(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path / "site")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "site" / "mechanisms" / "attnres" / "index.html").is_file()
+
+
+def test_the_demo_draws_a_picture_of_every_mechanism(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "mixing_matrices.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in dm.list_mechanisms():
+        picture = (tmp_path / f"{name}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert len(picture) > 5000
+        assert re.search(rf"^{name} +(\d+|operator) ", done.stdout, re.M)
+        assert dm.Trace.load(tmp_path / f"{name}.safetensors").mechanism == name
+    assert (tmp_path / "all.png").is_file()
+    assert not list(tmp_path.glob(".*"))
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_the_version_is_in_the_changelog() -> None:
+    assert f"## {dm.__version__}" in (ROOT / "CHANGELOG.md").read_text()
