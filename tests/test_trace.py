@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import depthmix as dm
 from depthmix.analysis.invariants import make_probe
 from depthmix.mechanisms.ddl import readout_matrix
-from tests.cases import ALL
+from tests.cases import ALL, EVERY_CASE
 from tests.reference import ddl as plain_ddl
 
 
@@ -145,6 +146,27 @@ def test_a_saved_trace_comes_back_whole(name: str, tmp_path: Path) -> None:
     assert (back.kind, back.mechanism, back.options) == (traced.kind, traced.mechanism, traced.options)
     assert torch.equal(back.contributions(4), traced.contributions(4))
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["trace.safetensors"]
+
+
+@EVERY_CASE
+def test_a_trace_does_not_change_with_the_model(name: str, options: dict[str, Any]) -> None:
+    probe = make_probe(name, options)
+    traced = dm.trace(probe.stack, probe.x, probe.sublayers)
+    before = [*tensors_of(traced.coefficients)]
+    copies = [t.clone() for t in before]
+    with torch.no_grad():
+        for parameter in probe.stack.parameters():
+            parameter.add_(1)
+    assert all(torch.equal(a, b) for a, b in zip(before, copies, strict=True))
+    assert not any(t.requires_grad for t in before)
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for part in tree:
+            yield from tensors_of(part)
 
 
 def test_low_precision_streams_are_rebuilt_to_their_precision() -> None:

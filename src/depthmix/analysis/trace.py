@@ -227,7 +227,7 @@ def assemble(stack: DepthStack, record: Record, channels: Sequence[int] | None) 
     missing = [i for i in range(stack.depth + 1) if i not in record.inputs]
     if record.embedding is None or missing:
         raise ValueError(f"sites {missing} of {stack.name} were not read; expected a forward pass through all of them")
-    coefficients = [record.coefficients[i] for i in range(stack.depth + 1)]
+    coefficients = [snapshot(record.coefficients[i]) for i in range(stack.depth + 1)]
     mixer = next(iter(stack))
     if mixer.operator_valued:
         kind: TraceKind = "operator"
@@ -247,6 +247,16 @@ def assemble(stack: DepthStack, record: Record, channels: Sequence[int] | None) 
         parts=parts,
         coefficients=coefficients,
     )
+
+
+def snapshot(c: Any) -> Any:
+    """Coefficients as they were: some are parameters, which the next optimiser step changes."""
+    if isinstance(c, Tensor):
+        return c.detach().clone()
+    if isinstance(c, tuple):
+        parts = [snapshot(part) for part in c]
+        return type(c)(*parts) if hasattr(c, "_fields") else tuple(parts)
+    return c
 
 
 def mixing_matrix(
