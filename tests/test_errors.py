@@ -76,7 +76,9 @@ def test_an_unknown_mechanism_is_answered_with_all_known_names(name: str) -> Non
     assert "Did you mean" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [None, 3, ["attnres"], nn.Linear, torch.tanh], ids=str)
+@pytest.mark.parametrize(
+    "name", [None, 3, ["attnres"], nn.Linear, torch.tanh], ids=["none", "int", "list", "class", "function"]
+)
 def test_a_mechanism_that_is_neither_a_name_nor_a_class_of_mixers_is_refused(name: Any) -> None:
     with pytest.raises(TypeError, match=says("mechanism", repr(name), "expected a name", "DepthMixer")):
         build(name)
@@ -1011,7 +1013,7 @@ def test_loading_a_trace_with_other_contents_names_the_file(
     path = tmp_path / "trace.safetensors"
     traced = make_trace()
     traced.save(path)
-    tensors = {"M": traced.M, "sources": traced.sources, "inputs": traced.inputs}
+    tensors = {part: getattr(traced, part).contiguous() for part in ("M", "sources", "inputs")}
     save_file(spoil_tensors(tensors), path, {"depthmix.trace": spoil_about(about_of(path))})
     with pytest.raises(ValueError, match=says(path, "expected", "Trace.save")):
         dm.Trace.load(path)

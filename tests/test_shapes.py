@@ -19,6 +19,7 @@ from tests.cases import EVERY_CASE
 LEADS = [(), (1,), (0,), (5,), (2, 3), (2, 0, 3), (1, 2, 1, 2)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 few = settings(max_examples=4, deadline=None, derandomize=True, database=None)
+fewer = settings(few, max_examples=2)  # a backward pass each
 
 
 def width_unit(options: dict[str, Any]) -> int:
@@ -318,7 +319,7 @@ def test_autocast_changes_no_gradient(name: str, options: dict[str, Any]) -> Non
 
 
 @EVERY_CASE
-@few
+@fewer
 @given(data=st.data())
 def test_an_embedding_that_requires_a_gradient_gets_one(
     name: str, options: dict[str, Any], data: st.DataObject

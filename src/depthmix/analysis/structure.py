@@ -19,6 +19,8 @@ def semiseparable_rank(M: Tensor, tol: float = 1e-6) -> Tensor:
     a singular value counts where it exceeds `tol` times the block's largest. Take it for each token, then aggregate:
     the mean of matrices of rank 1 has a higher rank.
     """
+    if not 0 <= tol < 1:
+        raise ValueError(f"tol={tol}; expected a share of the largest singular value, at least 0 and below 1, as 1e-6")
     rank = torch.zeros(M.shape[:-2], dtype=torch.long, device=M.device)
     for s in block_spectra(M):
         rank = torch.maximum(rank, ((s > tol * s[..., :1]) & (s > 0)).sum(-1))
@@ -38,8 +40,7 @@ def block_spectra(M: Tensor) -> Iterator[Tensor]:
     """Singular values of the maximal blocks, in double precision."""
     if M.dim() < 2 or M.shape[-1] != M.shape[-2]:
         raise ValueError(f"M has shape {list(M.shape)}; expected [..., n, n], a row for each sublayer and the head")
-    if not M.is_floating_point():
-        raise TypeError(f"M has dtype {M.dtype}; expected a floating dtype: convert it with .double()")
+    check_floating(M)
     if not torch.isfinite(M).all():
         raise ValueError("M has entries that are not finite; expected numbers: look for an overflow in the model")
     if M.triu(1).any():
@@ -49,6 +50,11 @@ def block_spectra(M: Tensor) -> Iterator[Tensor]:
     M = M.detach().double()
     for r in range(M.shape[-1]):
         yield torch.linalg.svdvals(M[..., r:, : r + 1])
+
+
+def check_floating(M: Tensor) -> None:
+    if not M.is_floating_point():
+        raise TypeError(f"M has dtype {M.dtype}; expected a floating dtype: convert it with .double()")
 
 
 def row_sums(M: Tensor) -> Tensor:
@@ -62,6 +68,7 @@ def sinks(M: Tensor) -> Tensor:
     For each row |M| is normalised to 1; a source's share is its mean over the rows that can read it. Uniform reading
     gives a falling curve, a sink stands out of it.
     """
+    check_floating(M)
     weight = M.abs()
     share = weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(M.dtype).tiny)
     readers = torch.arange(M.shape[-1], 0, -1, dtype=M.dtype, device=M.device)

@@ -25,6 +25,8 @@ from depthmix.analysis.structure import effective_rank, row_sums, semiseparable_
 from depthmix.mechanisms import DepthMixer, DepthStack, State
 
 TraceKind = Literal["scalar", "head", "channel", "operator"]
+TENSORS = ("M", "sources", "inputs", "parts")
+ABOUT = ("kind", "mechanism", "options", "channels")
 SUMMARY = {
     "scalar": "weight of each source",
     "head": "weight of each source, by head",
@@ -74,7 +76,8 @@ class Trace:
         """Semiseparable rank for each token (and head or channel)."""
         if self.kind == "operator":
             raise ValueError(f"{self.mechanism} is operator-valued: its M is a summary and has no rank")
-        return semiseparable_rank(self.M, tol or (1e-9 if self.M.dtype == torch.float64 else 1e-5))
+        default = 1e-9 if self.M.dtype == torch.float64 else 1e-5
+        return semiseparable_rank(self.M, default if tol is None else tol)
 
     def effective_rank(self) -> Tensor:
         return effective_rank(self.M)
@@ -91,11 +94,11 @@ class Trace:
 
         target = Path(path)
         beside = target.with_name(f"{target.name}.{os.getpid()}.part")
-        tensors = {name: t for name in ("M", "sources", "inputs", "parts") if (t := getattr(self, name)) is not None}
-        about = {"kind": self.kind, "mechanism": self.mechanism, "options": self.options, "channels": self.channels}
+        tensors = {name: t for name in TENSORS if (t := getattr(self, name)) is not None}
+        about = json.dumps({field: getattr(self, field) for field in ABOUT})
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            save_file({k: t.contiguous() for k, t in tensors.items()}, beside, {"depthmix.trace": json.dumps(about)})
+            save_file({k: t.contiguous() for k, t in tensors.items()}, beside, {"depthmix.trace": about})
             with beside.open("rb+") as file:
                 os.fsync(file.fileno())
             beside.replace(target)
@@ -110,11 +113,16 @@ class Trace:
             raise FileNotFoundError(f"no trace at {path}; expected a file that Trace.save wrote")
         try:
             with safe_open(path, "pt") as file:
-                about = json.loads((file.metadata() or {}).get("depthmix.trace", "null"))
+                text = (file.metadata() or {}).get("depthmix.trace")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged or no safetensors file ({error}); save the trace again") from error
-        if about is None:
+        try:
+            about = json.loads(text or "null")
+        except json.JSONDecodeError:
+            about = None
+        complete = isinstance(about, dict) and set(about) == set(ABOUT) and about["kind"] in SUMMARY
+        if not complete or set(tensors) not in (set(TENSORS), set(TENSORS) - {"parts"}):
             raise ValueError(f"{path} is a safetensors file but no trace; expected one that Trace.save wrote")
         return cls(**tensors, **about)
 
@@ -136,6 +144,8 @@ def recording(stack: DepthStack) -> Iterator[Record]:
     record = Record()
 
     def begin(x: Tensor) -> State:
+        if record.embedding is not None:
+            raise ValueError("begin was called twice; trace one forward pass")
         record.embedding = x
         return type(stack).begin(stack, x)
 
@@ -143,6 +153,15 @@ def recording(stack: DepthStack) -> Iterator[Record]:
         site = mixer.site.index
         if site in record.inputs:
             raise ValueError(f"site {site} was read twice; trace one forward pass, with a mixer for each execution")
+        if record.embedding is None:
+            raise ValueError(f"{stack.name}: begin of the stack was not called; expected it before site {site} is read")
+        if site != len(record.inputs):
+            raise ValueError(
+                f"site {site} was read after {len(record.inputs)} others; expected the sites in their order"
+            )
+        if len(record.written) < site:
+            raise ValueError(f"site {site - 1} was not written; expected a write after each read, before site {site}")
+        mixer.check_state(state)
         essential = state[: mixer.expects.essential]
         c = mixer.coeff(essential)
         record.coefficients[site], record.inputs[site] = c, mixer.combine(essential, c)
@@ -150,6 +169,8 @@ def recording(stack: DepthStack) -> Iterator[Record]:
 
     def write(mixer: DepthMixer, state: State, c: Any, y: Tensor) -> State:
         site = mixer.site.index
+        if site in record.written:
+            raise ValueError(f"site {site} was written twice; trace one forward pass")
         essential = state[: mixer.expects.essential]
         record.outputs[site] = mixer.checked_output(essential, y)
         record.coefficients[site], record.written[site] = mixer.value(essential, c, record.outputs[site])
@@ -204,6 +225,10 @@ def trace(
         channels: where weights differ by channel, which of them to keep in M (all by default; M has (L+1)² entries for
             each token and channel).
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"trace got a {type(model).__name__}; expected an nn.Module that runs a DepthStack")
+    if sublayers is not None and not isinstance(model, DepthStack):
+        raise ValueError(f"sublayers given with a {type(model).__name__}; expected them with a bare DepthStack only")
     stack = model if isinstance(model, DepthStack) else find_stack(model)
     with recording(stack) as record:
         if isinstance(model, DepthStack):
@@ -262,6 +287,8 @@ def snapshot(c: Any) -> Any:
 def mixing_matrix(
     stack: DepthStack, coefficients: Sequence[Any], x: Tensor, groups: int, channels: Sequence[int] | None
 ) -> Tensor:
+    if channels is not None and not all(-stack.dim <= k < stack.dim for k in channels):
+        raise ValueError(f"channels={list(channels)}; expected indices below the width, dim={stack.dim}")
     n = stack.depth + 1
     zero = x.new_zeros((n, *x.shape[:-1], groups), dtype=ops.accumulator(x.dtype))
     one_hot = [zero.index_fill(0, torch.tensor([i], device=x.device), 1) for i in range(n)]

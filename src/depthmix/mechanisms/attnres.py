@@ -71,9 +71,10 @@ class SourceAttentionConfig(MixerConfig):
     def prenorm(self) -> PreNorm:
         return "no" if self.mixing == "linear" else "exact" if self.counts_sources else "up to scale"
 
-    def rank(self, dim: int, generic: int) -> int:
+    def rank(self, dim: int, generic: int, extra: int = 0) -> int:
         """Static queries over linear keys factor through the width of a head."""
-        return min(generic, dim // self.heads) if self.mixing == "linear" and self.query == "static" else generic
+        factors = self.mixing == "linear" and self.query == "static"
+        return min(generic, dim // self.heads + extra) if factors else generic
 
     @property
     def two_phase(self) -> bool:

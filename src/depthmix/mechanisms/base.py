@@ -114,9 +114,17 @@ def check_option(name: str, value: object, hint: Any) -> None:
     elif hint is int:
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"{name}={value!r}; expected a whole number")
-    elif hint is float:  # noqa: SIM102
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-            raise ValueError(f"{name}={value!r}; expected a finite number")
+    elif hint is float and not is_finite(value):
+        raise ValueError(f"{name}={value!r}; expected a finite number")
+
+
+def is_finite(value: object) -> bool:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
 
 
 def check_range(name: str, value: float, low: float, high: float = math.inf, remedy: str = "") -> None:
@@ -225,23 +233,36 @@ class DepthMixer(nn.Module):
         return self.write(state, carry, f(h))
 
     def check_state(self, state: State) -> None:
-        want = self.expects.shapes
+        """Refuse the state of another site, and tensors that do not belong together: sums would broadcast silently."""
+        here, want = f"site {self.site.index} got", self.expects.shapes
+        if not isinstance(state, tuple):
+            raise TypeError(
+                f"{here} a {type(state).__name__}; expected a tuple, the state that `begin` or `write` gave"
+            )
         if not self.expects.essential <= len(state) <= len(want):
             raise ValueError(
-                f"site {self.site.index} got a state of {len(state)} tensors; expected {len(want)}. "
+                f"{here} a state of {len(state)} tensors; expected {len(want)}. "
                 "Sites must be read and written in their order"
             )
-        for tensor, shape in ((state[0], want[0]), (state[-1], want[len(state) - 1])):
-            if tuple(tensor.shape[tensor.dim() - len(shape) :]) != shape:
+        first = state[0]
+        lead = first.shape[: max(0, first.dim() - len(want[0]))]
+        for i, (tensor, shape) in enumerate(zip(state[: self.expects.essential], want, strict=False)):
+            if tensor.shape != lead + shape or tensor.dtype != first.dtype or tensor.device != first.device:
                 raise ValueError(
-                    f"site {self.site.index} got a state tensor of shape {list(tensor.shape)}; "
-                    f"expected [..., {', '.join(map(str, shape))}]"
+                    f"{here} a state with tensor {i} {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}; "
+                    f"expected {first.dtype} of shape {[*lead, *shape]} on {first.device}, to go with tensor 0"
                 )
 
     def checked_output(self, state: State, y: Tensor) -> Tensor:
         """The sublayer's output in the stream's dtype, or an error where it would broadcast."""
+        self.check_state(state)
         stream = state[0]
-        shape = (*stream.shape[: stream.dim() - len(self.expects.shapes[0])], self.site.dim)
+        shape = stream.shape[: stream.dim() - len(self.expects.shapes[0])] + (self.site.dim,)  # noqa: RUF005
+        if not isinstance(y, Tensor):
+            raise TypeError(
+                f"sublayer {self.site.index} returned a {type(y).__name__}; expected a floating tensor of shape "
+                f"{list(shape)}: take it out of what the module returns"
+            )
         if y.shape != shape or not y.is_floating_point() or y.device != stream.device:
             raise ValueError(
                 f"sublayer {self.site.index} returned {y.dtype} of shape {list(y.shape)} on {y.device}; "

@@ -82,7 +82,7 @@ class BlockAttnRes(SourceAttention):
         asked = f" (asked for {config.num_blocks})" if config.num_blocks not in (None, blocks) else ""
         return Facts(
             preserves_prenorm=config.prenorm(),
-            rank=config.rank(dim, generic),
+            rank=config.rank(dim, generic, extra=1),  # the partial's key changes as it grows
             parameters=sum(config.parameters(dim, n) for n in counts),
             reads=reads * dim,
             writes=writes * dim,

@@ -38,8 +38,8 @@ class DeltaAttnRes(SourceAttention):
         normalised = config.mixing != "sigmoid"
         rows = [float(row + 1 + (0 < row < depth)) for row in range(depth + 1)]
         return Facts(
-            preserves_prenorm=config.prenorm(),
-            rank=min(rank_cap(depth), config.rank(dim, rank_cap(depth)) + 1),
+            preserves_prenorm=config.prenorm() if depth > 1 else "exact",  # one sublayer: no row attends
+            rank=config.rank(dim, rank_cap(depth) if depth > 1 else 1, extra=1),
             parameters=sum(config.parameters(dim, index + 1) for index in range(1, depth)),
             reads=(depth / 2 + 3) * dim,
             writes=2 * dim,

@@ -138,7 +138,8 @@ class LayerAttention(DepthMixer):
     def coeff(self, state: State) -> Coeff:
         first = self.site.is_first
         embedding = self.gate(state[0], self.embedding_q_weight, self.embedding_k_weight) if first else None
-        return LightCoeff(self.gamma, embedding, self.decay, None)
+        gamma, decay = (None if p is None else ops.wide(p) for p in (self.gamma, self.decay))
+        return LightCoeff(gamma, embedding, decay, None)
 
     def combine(self, state: State, c: Coeff) -> Tensor:
         if c.gamma is None:
@@ -193,15 +194,16 @@ class BaseLayerAttention(LayerAttention):
 
     def key(self, v: Tensor, weight: Tensor | None) -> Tensor:
         assert weight is not None
-        return (ops.rms_norm(v, self.config.eps) * weight).to(v.dtype)  # (1)
+        return ops.rms_norm(v, self.config.eps) * weight  # (1)
 
     def coeff(self, state: State) -> Coeff:
         if self.site.is_first:
             return BaseCoeff(None, None, self.key(state[0], self.embedding_k_weight), None)
         assert self.q_weight is not None
+        assert self.gamma is not None
         query = ops.rms_norm(state[-2], self.config.eps) * self.q_weight * self.head_dim**-0.5
         logits = ops.scores(state[1::2], query.unflatten(-1, (-1, self.head_dim)))
-        return BaseCoeff(self.gamma, torch.softmax(logits, -1), None, None)  # (2)
+        return BaseCoeff(ops.wide(self.gamma), torch.softmax(logits, -1), None, None)  # (2)
 
     def combine(self, state: State, c: Coeff) -> Tensor:
         if c.weights is None:
@@ -214,5 +216,5 @@ class BaseLayerAttention(LayerAttention):
         return (c if self.k_weight is None else c._replace(key=self.key(y, self.k_weight))), y
 
     def update(self, state: State, c: Coeff, v: Tensor) -> State:
-        known = state if c.embedding is None else (state[0], c.embedding)
-        return (*known, v, c.key)
+        known = state if c.embedding is None else (state[0], c.embedding.to(v.dtype))
+        return (*known, v, c.key.to(v.dtype))

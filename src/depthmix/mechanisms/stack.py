@@ -38,15 +38,16 @@ class DepthStack(nn.Module):
     ) -> None:
         super().__init__()
         cls = mechanism(name) if isinstance(name, str) else name
-        self.name = name if isinstance(name, str) else name.__name__
+        if not (isinstance(cls, type) and issubclass(cls, DepthMixer)):
+            raise TypeError(f"mechanism {name!r}; expected a name from list_mechanisms() or a subclass of DepthMixer")
+        self.name = name if isinstance(name, str) else cls.__name__
         for what, number in (("dim", dim), ("depth", depth)):
-            if not isinstance(number, int):
+            if not isinstance(number, int) or isinstance(number, bool):
                 raise ValueError(f"{self.name}: {what}={number!r}; expected a whole number")
             check_range(f"{self.name}: {what}", number, 1)
         self.dim, self.depth = dim, depth
         self.lo, self.hi = 0, depth
-        self.config = make_config(cls, self.name, options)
-        self.config.check(dim=dim, depth=depth)
+        self.config = make_config(cls, self.name, options, dim=dim, depth=depth)
         cls = cls.resolve(self.config)
         self.facts: Facts = cls.facts(self.config, dim=dim, depth=depth)
         sites = [*make_sites(dim, depth, kinds), Site(depth, depth, dim, "out")]
@@ -101,6 +102,8 @@ class DepthStack(nn.Module):
 
     def forward(self, x: Tensor, sublayers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
         """The whole loop, for networks whose sublayers take and return one tensor."""
+        if not isinstance(sublayers, (Sequence, nn.ModuleList, nn.Sequential)):
+            raise TypeError(f"sublayers is a {type(sublayers).__name__}; expected {len(self)} callables in a list")
         if len(sublayers) != len(self):
             raise ValueError(f"got {len(sublayers)} sublayers; expected {len(self)}, one a mixer")
         state = self.begin(x)
@@ -141,7 +144,7 @@ def make_sites(dim: int, depth: int, kinds: Sequence[Kind] | None) -> list[Site]
     return [Site(i, depth, dim, kind) for i, kind in enumerate(kinds)]
 
 
-def make_config(cls: type[DepthMixer], name: str, options: dict[str, Any]) -> MixerConfig:
+def make_config(cls: type[DepthMixer], name: str, options: dict[str, Any], *, dim: int, depth: int) -> MixerConfig:
     known = [field.name for field in dataclasses.fields(cls.Config)]
     for option in options:
         if option not in known:
@@ -149,7 +152,9 @@ def make_config(cls: type[DepthMixer], name: str, options: dict[str, Any]) -> Mi
             hint = f"Did you mean {close[0]!r}? " if close else ""
             raise ValueError(f"{name} has no option {option!r}. {hint}Known: {', '.join(known) or 'none'}")
     try:
-        return cls.Config(**options)
+        config = cls.Config(**options)
+        config.check(dim=dim, depth=depth)
+        return config
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

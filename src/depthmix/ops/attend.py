@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from depthmix.ops import reference
@@ -43,6 +42,9 @@ def attend(
     """
     check_sources(sources)
     dim = sources[0].shape[-1]
+    check_beside("query", query, sources[0])
+    if key_weight is not None:
+        check_beside("key_weight", key_weight, sources[0])
     if query.dim() not in (1, 2) or query.shape[-1] != dim:
         raise ValueError(f"query has shape {list(query.shape)}; expected [D] or [Q, D] with D = {dim}, as the sources")
     if key_weight is not None and (key_weight.shape[-1:] != query.shape[-1:] or key_weight.dim() > query.dim()):
@@ -63,25 +65,42 @@ def merge(h1: Tensor, lse1: Tensor, h2: Tensor, lse2: Tensor) -> tuple[Tensor, T
         h1, h2: mixed values ``[..., D]`` over either set.
         lse1, lse2: their log-sum-exp ``[...]``, as `attend` returns them.
     """
-    check_sources([h1, h2])
+    check_sources([h1, h2], ("h1", "h2"))
     for name, lse in (("lse1", lse1), ("lse2", lse2)):
+        check_beside(name, lse, h1)
         if lse.shape != h1.shape[:-1]:
             raise ValueError(f"{name} has shape {list(lse.shape)}; expected {list(h1.shape[:-1])}, one number a token")
     return reference.merge(h1, lse1, h2, lse2)
 
 
-def check_sources(sources: Sequence[Tensor]) -> None:
+def check_sources(sources: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
     """Refuse anything that would be broadcast, promoted or moved silently."""
     if isinstance(sources, Tensor) or not len(sources):
         got = f"a tensor of shape {list(sources.shape)}" if isinstance(sources, Tensor) else "no source at all"
         raise TypeError(f"sources: got {got}; expected a list of at least one tensor [..., D]")
+    names = names or [f"sources[{i}]" for i in range(len(sources))]
     first = sources[0]
-    if not torch.is_floating_point(first):
-        raise TypeError(f"sources[0] has dtype {first.dtype}; expected a floating dtype: convert it with .float()")
-    for i, v in enumerate(sources):
-        for what in ("shape", "dtype", "device"):
-            if getattr(v, what) != getattr(first, what):
+    for name, v in zip(names, sources, strict=True):
+        if not isinstance(v, Tensor):
+            raise TypeError(f"{name} is a {type(v).__name__}; expected a tensor [..., D]")
+        if not v.dim():
+            raise ValueError(f"{name} has shape []; expected [..., D]")
+        if v is first and not v.is_floating_point():
+            raise TypeError(f"{name} has dtype {v.dtype}; expected a floating dtype: convert it with .float()")
+        for what, own, want in (
+            ("shape", list(v.shape), list(first.shape)),
+            ("dtype", v.dtype, first.dtype),
+            ("device", v.device, first.device),
+        ):
+            if own != want:
                 raise ValueError(
-                    f"sources[{i}] has {what} {getattr(v, what)}, but sources[0] has {getattr(first, what)}; "
-                    "expected one for all: convert before the call"
+                    f"{name} has {what} {own}, but {names[0]} has {want}; expected one for all: convert before the call"
                 )
+
+
+def check_beside(name: str, tensor: Tensor, source: Tensor) -> None:
+    """What weighs the sources is floating and lives where they do; its dtype may differ."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name} has dtype {tensor.dtype}; expected a floating dtype: convert it with .float()")
+    if tensor.device != source.device:
+        raise ValueError(f"{name} is on {tensor.device}; expected {source.device}, as the sources")
