@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
         dm.trace(probe.stack, probe.x, probe.sublayers).save(folder / f"{name}.safetensors")
         trace = dm.Trace.load(folder / f"{name}.safetensors")
         rank = "operator" if trace.kind == "operator" else str(int(trace.rank().max()))
-        heat_map(trace, folder / f"{name}.png", f"{name}, rank {rank}")
+        heat_map(trace, folder / f"{name}.png", name if rank == "operator" else f"{name}, rank {rank}")
         print(f"{name:18} {rank:>18}   {folder / name}.png")
         traces.append(trace)
         ranks.append("operator-valued" if rank == "operator" else f"rank {rank}")

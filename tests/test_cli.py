@@ -58,7 +58,7 @@ def test_show_takes_options_and_sizes(capsys: pytest.CaptureFixture[str]) -> Non
 def test_verify_prints_a_table_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "residual", "highway"]) == 0
     out = capsys.readouterr().out
-    assert "64 of 64 checks hold" in out
+    assert "68 of 68 checks hold" in out
 
 
 def test_verify_as_json_names_every_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,6 +100,8 @@ def test_verify_fails_where_a_mechanism_is_broken(tmp_path: Path) -> None:
         (["show", "attnres", "--options", "heads=5"], ["heads=5", "dim=768"]),
         (["show", "attnres", "--dtype", "int8"], ["'int8'", "floating"]),
         (["verify", "nothing"], ["unknown mechanism 'nothing'"]),
+        (["verify", "residual", "--device", "nowhere"], ["'nowhere'", "try cpu"]),
+        (["verify", "residual", "--device", "meta"], ["'meta'", "try cpu"]),
         (["verify", "--dim", "7"], ["dim=7", "multiple of 8"]),
         (["list", "--depth", "0"], ["depth=0"]),
     ],
@@ -126,6 +128,7 @@ def test_help_tells_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from depthmix.analysis import figures
 
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for module in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ModuleNotFoundError, match=r"depthmix\[report\]"):
-        figures.pyplot()
+        figures.new_figure()

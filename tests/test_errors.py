@@ -436,9 +436,12 @@ def test_a_sublayer_that_returns_no_tensor_is_refused(f: Any, got: str) -> None:
 # States
 
 
-def passes_for(shapes: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]) -> bool:
+def passes_for(shapes: Sequence[tuple[int, ...]], spec: dm.StateSpec) -> bool:
     """The shapes fit, if perhaps with other leading axes: nothing in the state itself tells the sites apart."""
-    return len(shapes) == len(wanted) and all(s[len(s) - len(w) :] == w for s, w in zip(shapes, wanted, strict=True))
+    if not spec.essential <= len(shapes) <= len(spec.shapes):
+        return False
+    lead = shapes[0][: len(shapes[0]) - len(spec.shapes[0])]
+    return all(tuple(s) == (*lead, *w) for s, w in zip(shapes, spec.shapes, strict=False))
 
 
 @EVERY_CASE
@@ -447,8 +450,8 @@ def test_a_state_from_another_site_is_refused_wherever_its_shapes_differ(name: s
     states = states_of(stack)
     for mixer in stack.all_mixers():
         here = mixer.site.index
-        for there, state in enumerate(states):
-            if not passes_for(stack.spec(there).shapes, stack.spec(here).shapes):
+        for state in states:
+            if not passes_for([t.shape for t in state], stack.spec(here)):
                 with pytest.raises(ValueError, match=says(f"site {here} got a state", "expected")):
                     mixer.read(state)
 
@@ -457,8 +460,9 @@ def test_a_state_from_another_site_is_refused_wherever_its_shapes_differ(name: s
 def test_a_state_of_the_wrong_length_is_refused(name: str, options: dict[str, Any]) -> None:
     stack = build(name, **options)
     for mixer, state in zip(stack.all_mixers(), states_of(stack), strict=True):
-        want = len(stack.spec(mixer.site.index).shapes)
-        for wrong in ((), state[:-1], (*state, state[-1])):
+        spec = stack.spec(mixer.site.index)
+        want = len(spec.shapes)
+        for wrong in ((), state[: spec.essential - 1], (*state, *[state[-1]] * (want - len(state) + 1))):
             parts = (f"site {mixer.site.index} got a state of {len(wrong)} tensors", f"expected {want}", "order")
             with pytest.raises(ValueError, match=says(*parts)):
                 mixer.read(wrong)
@@ -469,7 +473,8 @@ def test_a_write_refuses_a_state_of_the_wrong_length_too(name: str, options: dic
     stack = build(name, **options)
     for mixer, state in zip(stack, states_of(stack), strict=False):
         h, carry = mixer.read(state)
-        for wrong in ((), (*state, state[-1])):
+        longer = len(stack.spec(mixer.site.index).shapes) - len(state) + 1
+        for wrong in ((), (*state, *[state[-1]] * longer)):
             with pytest.raises(ValueError, match=says(f"site {mixer.site.index} got a state of {len(wrong)} tensors")):
                 mixer.write(wrong, carry, h)
 
@@ -512,7 +517,9 @@ def test_a_state_whose_tensors_do_not_belong_together_is_refused(name: str, dama
         for mixer, state in zip(stack.all_mixers(), states_of(stack), strict=True):
             for i in range(1, len(state)):
                 wrong = (*state[:i], damage(state[i]), *state[i + 1 :])
-                with pytest.raises(ValueError, match=says(f"site {mixer.site.index} got", *parts, "expected")):
+                derived = i >= stack.spec(mixer.site.index).essential  # a number a token has no width to name
+                told = says(f"site {mixer.site.index} got", *([] if derived else parts), "expected")
+                with pytest.raises(ValueError, match=told):
                     mixer.read(wrong)
 
 
@@ -651,6 +658,14 @@ def test_attend_refuses_a_query_or_key_weight_on_another_device() -> None:
         dm.ops.attend(sources(), away)
     with pytest.raises(ValueError, match=says("key_weight", "meta", "cpu", "expected")):
         dm.ops.attend(sources(), torch.ones(DIM), away)
+
+
+def test_attend_refuses_a_query_or_key_weight_that_is_no_tensor() -> None:
+    numbers: Any = [1.0] * DIM
+    with pytest.raises(TypeError, match=says("query", "list", "expected a tensor")):
+        dm.ops.attend(sources(), numbers)
+    with pytest.raises(TypeError, match=says("key_weight", "list", "expected a tensor")):
+        dm.ops.attend(sources(), torch.ones(DIM), numbers)
 
 
 def test_attend_refuses_an_integer_query_or_key_weight() -> None:
@@ -912,7 +927,7 @@ def test_a_trace_checks_what_sublayers_return_as_a_plain_run_does() -> None:
         dm.trace(build("residual"), embedding(), [lambda h: h[..., :1]] * DEPTH)
 
 
-@pytest.mark.parametrize("channels", [[DIM], [0, -DIM - 1]], ids=str)
+@pytest.mark.parametrize("channels", [[DIM], [0, -DIM - 1], [0.5]], ids=str)
 def test_channels_that_do_not_exist_are_refused(channels: list[int]) -> None:
     with pytest.raises((ValueError, IndexError), match=says("channels", channels, "expected", DIM)):
         dm.trace(build("highway", gate="channel"), embedding(), [torch.tanh] * DEPTH, channels=channels)
@@ -1076,6 +1091,17 @@ def test_an_earlier_trace_survives_when_saving_another_fails(tmp_path: Any, name
     assert path.read_bytes() == before
     assert listing(tmp_path) == ["trace.safetensors"]
     assert dm.Trace.load(path).mechanism == "residual"
+
+
+def test_who_reads_an_older_trace_is_not_disturbed_by_a_new_one(tmp_path: Any) -> None:
+    """The new file takes the place of the old one whole; it is never written over it."""
+    path = tmp_path / "trace.safetensors"
+    make_trace("residual").save(path)
+    before = path.read_bytes()
+    with path.open("rb") as file:
+        make_trace().save(path)
+        assert file.read() == before
+    assert dm.Trace.load(path).mechanism == "attnres"
 
 
 def test_a_failed_save_makes_no_folders(tmp_path: Any) -> None:

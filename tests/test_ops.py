@@ -133,6 +133,29 @@ def test_sinkhorn_is_rows_then_columns_in_turn(m: int, iterations: int, eps: flo
         assert (ours.sum(-2) - 1).abs().max() <= 1e-13
 
 
+def test_sinkhorn_survives_columns_that_underflow() -> None:
+    logits = torch.tensor([[0.0, -110.0], [0.0, -110.0]], requires_grad=True)
+    out = dm.ops.sinkhorn(logits, 20)
+    out[0, 1].backward()
+    assert torch.isfinite(out).all()
+    assert torch.isfinite(logits.grad).all()
+    assert torch.allclose(out, torch.full((2, 2), 0.5))
+
+
+def test_the_feature_map_is_positive_wherever_it_can_be() -> None:
+    x = torch.tensor([-80.0, -20.0, -10.0, 0.0, 3.0])
+    assert (dm.ops.elu1(x) > 0).all()
+    assert torch.allclose(
+        dm.ops.elu1(x), torch.tensor([-80.0, -20.0, -10.0, 0.0, 3.0]).exp().clamp(max=1) + x.clamp(min=0)
+    )
+
+
+def test_merging_keeps_the_weight_of_a_side_that_hardly_counts() -> None:
+    h1, h2 = torch.zeros(1, 2), torch.ones(1, 2)
+    h, _ = dm.ops.merge(h1, torch.tensor([20.0]), h2, torch.tensor([0.0]))
+    assert torch.allclose(h, torch.full((1, 2), 2.0611536e-09), rtol=1e-5)
+
+
 def test_the_delta_rule_overwrites_what_a_unit_key_holds() -> None:
     rows = torch.randn(2, 3, 5, dtype=torch.float64)
     key = torch.nn.functional.normalize(torch.randn(2, 5, dtype=torch.float64), dim=-1)

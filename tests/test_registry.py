@@ -77,10 +77,47 @@ def test_a_class_can_be_given_instead_of_a_name() -> None:
     assert dm.DepthStack(cls, dim=4, depth=2).name == "Residual"
 
 
-def test_the_registry_names_classes_that_exist_and_imports_none_of_them() -> None:
-    for name, target in registry.DEPTH.items():
-        assert registry.load(target) is dm.mechanism(name)
+def test_the_registry_is_sorted_and_names_classes_that_exist() -> None:
     assert list(registry.DEPTH) == sorted(registry.DEPTH)
+    for name, target in registry.DEPTH.items():
+        assert dm.mechanism(name).__name__ == target.partition(":")[2]
+
+
+def test_a_package_that_cannot_be_loaded_is_named_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "absent_mixer-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: absent-mixer\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[depthmix.mechanisms]\nabsent = no_such_module:Absent\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.warns(UserWarning, match=r"'absent' of no_such_module:Absent cannot be loaded"):
+        names = dm.list_mechanisms()
+    assert "absent" not in names
+    assert "residual" in names
+    assert dm.DepthStack("residual", dim=4, depth=2).name == "residual"
+
+
+def test_an_outside_mechanism_may_hold_modules() -> None:
+    class Gated(dm.DepthMixer):
+        @classmethod
+        def facts(cls, config: object, *, dim: int, depth: int) -> dm.Facts:
+            return dm.Facts(preserves_prenorm="no", rank=1, parameters=depth * (dim + 1), reads=2 * dim, writes=dim)
+
+        def __init__(self, site: dm.Site, config: dm.MixerConfig) -> None:
+            super().__init__(site, config)
+            self.gate = None if site.is_out else torch.nn.Linear(site.dim, 1)
+
+        def coeff(self, state: dm.State) -> object:
+            return None if self.gate is None else torch.sigmoid(self.gate(state[0]))
+
+        def combine(self, state: dm.State, c: object) -> torch.Tensor:
+            return state[0]
+
+        def update(self, state: dm.State, c: torch.Tensor, v: torch.Tensor) -> dm.State:
+            return (state[0] + c * v,)
+
+    assert [c.name for c in verify(Gated) if not c.holds] == []
+    names = [name for group in dm.param_groups(dm.DepthStack(Gated, dim=4, depth=2)) for name in group["names"]]
+    assert names == ["mixers.0.gate.weight", "mixers.0.gate.bias", "mixers.1.gate.weight", "mixers.1.gate.bias"]
 
 
 def test_an_own_name_cannot_be_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,16 @@ def test_an_independent_probe_finds_the_same_matrix(name: str, options: dict[str
             state = mixer.update(state, traced.coefficients[row], moved[row + 1])
 
 
+@pytest.mark.parametrize("name", ["ddl", "delta_attnres", "mhc"])
+def test_a_sublayer_that_works_in_place_does_not_spoil_the_record(name: str) -> None:
+    probe = make_probe(name, {})
+    first, *others = probe.sublayers  # the first reads the state itself: it must leave it alone
+    sublayers = [first, *(lambda h, f=f: f(h.sub_(0.5)) for f in others)]
+    traced = dm.trace(probe.stack, probe.x.clone(), sublayers)
+    for row in range(1, 8):
+        assert (traced.contributions(row).sum(0) - traced.inputs[row]).abs().max() <= 1e-11
+
+
 def test_kinds_say_what_m_holds() -> None:
     kinds = {
         ("residual", ()): "scalar",
@@ -130,6 +140,8 @@ def test_ddl_reports_contributions_gains_and_its_readout(width: int) -> None:
     assert (diagonal - 1).abs().max() <= 1e-12, "a write is there in full when it is first read"
     with pytest.raises(ValueError, match="operator-valued"):
         traced.rank()
+    with pytest.raises(ValueError, match="operator-valued"):
+        traced.effective_rank()
     params = dict(probe.stack.named_parameters())
     want = plain_ddl.readout_matrix(probe.x, probe.sublayers, params, value_width=width)
     assert (readout_matrix(traced.coefficients[:-1]) - want).abs().max() <= 1e-12

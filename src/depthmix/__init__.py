@@ -14,6 +14,7 @@ from depthmix.mechanisms import (
     StateSpec,
     list_mechanisms,
     mechanism,
+    option,
     param_groups,
 )
 
@@ -33,6 +34,7 @@ __all__ = [
     "list_mechanisms",
     "mechanism",
     "ops",
+    "option",
     "param_groups",
     "row_sums",
     "semiseparable_rank",

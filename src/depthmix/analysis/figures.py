@@ -14,7 +14,7 @@ from depthmix.analysis.trace import Trace
 
 
 def heat_map(trace: Trace, path: str | os.PathLike[str], title: str | None = None) -> None:
-    """M averaged over tokens (and heads or channels) as a PNG or, by the ending of `path`, SVG or PDF."""
+    """M of a trace as a PNG or, by the ending of `path`, SVG or PDF; see `shown_matrix`."""
     heat_maps([trace], path, [title or trace.mechanism], columns=1)
 
 
@@ -26,36 +26,46 @@ def heat_maps(
     notes: Sequence[str] = (),
 ) -> None:
     """Several of them side by side, each on its own scale, blue above zero and red below."""
-    plt = pyplot()
+    figure = new_figure()
     rows = math.ceil(len(traces) / columns)
     size = 2.6 if len(traces) > 1 else 4.6
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(size * columns, (size - 0.15) * rows), squeeze=False, layout="constrained"
-    )
+    figure.set_size_inches(size * columns, (size + 0.05) * rows)
+    axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat[len(traces) :]:
         axis.axis("off")
     for k, (trace, title) in enumerate(zip(traces, titles, strict=True)):
-        draw(axes.flat[k], mean_matrix(trace), title, notes[k] if notes else "", detailed=len(traces) == 1)
+        matrix, what = shown_matrix(trace)
+        note = ", ".join(filter(None, [notes[k] if notes else "", what]))
+        draw(axes.flat[k], matrix, title, note, detailed=len(traces) == 1)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name}.{os.getpid()}{target.suffix}")
     figure.savefig(beside, dpi=130)
-    plt.close(figure)
     beside.replace(target)
 
 
-def mean_matrix(trace: Trace) -> Tensor:
-    n = trace.M.shape[-1]
-    return trace.M.reshape(-1, n, n).double().mean(0)
+def shown_matrix(trace: Trace) -> tuple[Tensor, str]:
+    """One matrix and what to say of it: the mean over tokens, of the first head or channel where they differ."""
+    M, words = trace.M.double(), []
+    if trace.kind in ("head", "channel"):
+        words = [f"{trace.kind} {trace.channels[0] if trace.channels else 0}"]
+        M = M[..., 0, :, :]
+    M = M.reshape(-1, *M.shape[-2:])
+    if trace.kind == "operator":
+        words = ["gains of writes"]
+    if len(M) > 1:
+        words.append(f"mean of {len(M)} tokens")
+    return M.mean(0), ", ".join(words)
 
 
 def draw(axis: Any, matrix: Tensor, title: str, note: str, detailed: bool) -> None:
     n = matrix.shape[-1]
     limit = max(float(matrix.abs().max()), 1e-12)
     above = matrix.new_ones(n, n).triu(1).bool()
-    image = axis.imshow(matrix.masked_fill(above, float("nan")), cmap="RdBu", vmin=-limit, vmax=limit)
+    axis.set_facecolor("0.93")
+    image = axis.imshow(matrix.masked_fill(above, float("nan")).numpy(), cmap="RdBu", vmin=-limit, vmax=limit)
     axis.set_title(title, fontsize=10)
-    axis.set_xlabel("source v" if not note else f"source v   ({note})", fontsize=8)
+    axis.set_xlabel("source v" if not note else f"source v\n({note})", fontsize=8)
     axis.set_ylabel("row", fontsize=8)
     ticks = [0, (n - 1) // 2, n - 1]
     axis.set_xticks(ticks)
@@ -68,12 +78,13 @@ def draw(axis: Any, matrix: Tensor, title: str, note: str, detailed: bool) -> No
         axis.set_yticks(range(n), [*map(str, range(1, n)), "head"])
 
 
-def pyplot() -> Any:
+def new_figure() -> Any:
+    """A figure of its own: nothing of the user's pyplot or backend is touched."""
     try:
-        import matplotlib
-    except ModuleNotFoundError:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
         raise ModuleNotFoundError("figures need matplotlib; install it with: pip install 'depthmix[report]'") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
+    figure = Figure(layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from depthmix.analysis.trace import Trace, trace
-from depthmix.mechanisms import DepthStack, State
+from depthmix.mechanisms import DepthStack, State, param_groups
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 ONES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.float16: 1e-5}  # M itself is float32
@@ -77,11 +77,10 @@ def make_probe(
     wide = torch.promote_types(dtype, torch.float32)
     generator = torch.Generator().manual_seed(seed)
     noise = functools.partial(torch.randn, generator=generator, dtype=wide)
-    state = torch.random.get_rng_state()
-    torch.manual_seed(seed)
-    stack = DepthStack(name, dim=dim, depth=depth, **options).to(device, wide)
-    stack.reset_parameters()
-    torch.random.set_rng_state(state)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        stack = DepthStack(name, dim=dim, depth=depth, **options).to(device, wide)
+        stack.reset_parameters()
     with torch.no_grad():
         for parameter in stack.parameters():
             parameter.add_(spread * noise(parameter.shape).to(device))
@@ -149,8 +148,10 @@ def check_facts(probe: Probe, traced: Trace) -> Iterator[Check]:
     facts = probe.stack.facts
     count = sum(p.numel() for p in probe.stack.parameters())
     yield Check(f"owns {facts.parameters} parameters", abs(count - facts.parameters), 0)
-    reading = [n for n, _ in probe.stack[0].named_parameters() if n in ("query", "query_proj", "key_weight", "gamma")]
-    yield Check("the read of one source owns no query", len(reading), 0)
+    alone = distance(traced.inputs[0], traced.sources[0])
+    yield Check("the read of one source is that source, whatever the parameters", alone, TOLERANCE[probe.dtype])
+    grouped = {id(p) for group in param_groups(probe.stack) for p in group["params"]}
+    yield Check("param_groups holds every parameter", len({id(p) for p in probe.stack.parameters()} ^ grouped), 0)
     if facts.row_sums is not None:
         want = torch.tensor(facts.row_sums, dtype=traced.M.dtype, device=traced.M.device)
         yield Check("row sums", distance(traced.row_sums(), want.expand(traced.M.shape[:-1])), TOLERANCE[probe.dtype])
@@ -168,7 +169,7 @@ def check_spec(probe: Probe) -> Iterator[Check]:
         spec = probe.stack.spec(index)
         wrong += [tuple(t.shape) for t in state] != [(*lead, *shape) for shape in spec.shapes[: len(state)]]
         wrong += not spec.essential <= len(state) <= len(spec.shapes)
-        foreign += sum(t.dtype != probe.dtype for t in state)
+        foreign += sum(t.dtype != probe.dtype for t in state[: spec.essential])
         for later in states[index + 1 :]:
             unsealed += sum(not torch.equal(a, b) for a, b in zip(state[: spec.sealed], later, strict=False))
     yield Check("spec tells the shapes of every state", wrong, 0)
@@ -177,18 +178,20 @@ def check_spec(probe: Probe) -> Iterator[Check]:
 
 
 def check_slices(probe: Probe) -> Iterator[Check]:
-    """Cut at every site, resume from the plain tuple: the same bits; from its essential part: equal to rounding."""
+    """Cut at every site and resume: from the plain tuple the same bits, from its essential part equal to rounding."""
     with torch.no_grad():
         whole = probe.run()
         kept, dropped = 0, 0.0
-        for cut in range(1, len(probe.stack)):
+        for cut, state in enumerate(probe.states()):
+            if not 0 < cut < len(probe.stack):
+                continue
             head, tail = probe.stack.slice(0, cut), probe.stack.slice(cut, len(probe.stack))
-            state = head.begin(probe.x)
-            for mixer, f in zip(head, probe.sublayers, strict=False):
-                state = mixer.step(state, f)
-            essential = state[: probe.stack.spec(cut).essential]
             kept += not torch.equal(resume(tail, tuple(t.clone() for t in state), probe), whole)
-            dropped = max(dropped, distance(resume(tail, essential, probe), whole))
+            sent = head.begin(probe.x)
+            for mixer, f in zip(head, probe.sublayers, strict=False):
+                sent = mixer.step(sent, f)
+            for essential in (sent, state[: probe.stack.spec(cut).essential]):
+                dropped = max(dropped, distance(resume(tail, essential, probe), whole))
     yield Check("cut anywhere and resumed: the same bits", kept, 0)
     yield Check("… with derived tensors dropped", dropped, TOLERANCE[probe.dtype])
 

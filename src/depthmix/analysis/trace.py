@@ -35,7 +35,7 @@ SUMMARY = {
 }
 
 
-@dataclass
+@dataclass(repr=False)
 class Trace:
     """What a model's rows read.
 
@@ -55,7 +55,10 @@ class Trace:
     options: dict[str, Any]
     channels: list[int] | None = None
     parts: Tensor | None = None  # contributions of an operator-valued mechanism [row, source, ..., D]
-    coefficients: list[Any] = field(default_factory=list, repr=False)
+    coefficients: list[Any] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"Trace({self.mechanism}, M {list(self.M.shape)}: {self.label}, sources {list(self.sources.shape)})"
 
     @property
     def label(self) -> str:
@@ -74,13 +77,17 @@ class Trace:
 
     def rank(self, tol: float | None = None) -> Tensor:
         """Semiseparable rank for each token (and head or channel)."""
-        if self.kind == "operator":
-            raise ValueError(f"{self.mechanism} is operator-valued: its M is a summary and has no rank")
+        self.check_weights()
         default = 1e-9 if self.M.dtype == torch.float64 else 1e-5
         return semiseparable_rank(self.M, default if tol is None else tol)
 
     def effective_rank(self) -> Tensor:
+        self.check_weights()
         return effective_rank(self.M)
+
+    def check_weights(self) -> None:
+        if self.kind == "operator":
+            raise ValueError(f"{self.mechanism} is operator-valued: its M is a summary and has no rank")
 
     def row_sums(self) -> Tensor:
         return row_sums(self.M)
@@ -101,6 +108,9 @@ class Trace:
             save_file({k: t.contiguous() for k, t in tensors.items()}, beside, {"depthmix.trace": about})
             with beside.open("rb+") as file:
                 os.fsync(file.fileno())
+            mask = os.umask(0)
+            os.umask(mask)
+            beside.chmod(0o666 & ~mask)  # as any file that a user writes
             beside.replace(target)
         finally:
             beside.unlink(missing_ok=True)
@@ -146,7 +156,7 @@ def recording(stack: DepthStack) -> Iterator[Record]:
     def begin(x: Tensor) -> State:
         if record.embedding is not None:
             raise ValueError("begin was called twice; trace one forward pass")
-        record.embedding = x
+        record.embedding = x.clone()
         return type(stack).begin(stack, x)
 
     def read(mixer: DepthMixer, state: State) -> tuple[Tensor, Any]:
@@ -164,17 +174,19 @@ def recording(stack: DepthStack) -> Iterator[Record]:
         mixer.check_state(state)
         essential = state[: mixer.expects.essential]
         c = mixer.coeff(essential)
-        record.coefficients[site], record.inputs[site] = c, mixer.combine(essential, c)
-        return record.inputs[site], c
+        h = mixer.combine(essential, c)
+        record.coefficients[site], record.inputs[site] = c, h.clone()  # a sublayer may work on h in place
+        return h, c
 
     def write(mixer: DepthMixer, state: State, c: Any, y: Tensor) -> State:
         site = mixer.site.index
         if site in record.written:
             raise ValueError(f"site {site} was written twice; trace one forward pass")
         essential = state[: mixer.expects.essential]
-        record.outputs[site] = mixer.checked_output(essential, y)
-        record.coefficients[site], record.written[site] = mixer.value(essential, c, record.outputs[site])
-        return mixer.update(essential, record.coefficients[site], record.written[site])
+        y = mixer.checked_output(essential, y)
+        c, v = mixer.value(essential, c, y)
+        record.outputs[site], record.coefficients[site], record.written[site] = y.clone(), c, v.clone()
+        return mixer.update(essential, c, v)
 
     patched: list[tuple[nn.Module, str]] = []
 
@@ -215,6 +227,7 @@ def trace(
     sublayers: Sequence[Callable[[Tensor], Tensor]] | None = None,
     *,
     channels: Sequence[int] | None = None,
+    **inputs: Any,
 ) -> Trace:
     """Run `model` once and read its depth mixing matrix.
 
@@ -224,6 +237,7 @@ def trace(
         sublayers: for a bare stack, its sublayers: a list of callables.
         channels: where weights differ by channel, which of them to keep in M (all by default; M has (L+1)² entries for
             each token and channel).
+        inputs: what else the model takes, by keyword.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"trace got a {type(model).__name__}; expected an nn.Module that runs a DepthStack")
@@ -232,11 +246,11 @@ def trace(
     stack = model if isinstance(model, DepthStack) else find_stack(model)
     with recording(stack) as record:
         if isinstance(model, DepthStack):
-            if sublayers is None:
+            if sublayers is None or inputs:
                 raise ValueError("a bare DepthStack has no sublayers; expected trace(stack, x, sublayers)")
             model(x, sublayers)
         else:
-            model(x)
+            model(x, **inputs)
     return assemble(stack, record, channels)
 
 
@@ -287,7 +301,7 @@ def snapshot(c: Any) -> Any:
 def mixing_matrix(
     stack: DepthStack, coefficients: Sequence[Any], x: Tensor, groups: int, channels: Sequence[int] | None
 ) -> Tensor:
-    if channels is not None and not all(-stack.dim <= k < stack.dim for k in channels):
+    if channels is not None and not all(isinstance(k, int) and -stack.dim <= k < stack.dim for k in channels):
         raise ValueError(f"channels={list(channels)}; expected indices below the width, dim={stack.dim}")
     n = stack.depth + 1
     zero = x.new_zeros((n, *x.shape[:-1], groups), dtype=ops.accumulator(x.dtype))

@@ -76,6 +76,7 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
     console = Console()
     console.print(table)
     console.print("rank     semiseparable rank of the depth mixing matrix M, generic coefficients")
-    console.print("traffic  reads + writes per token and sublayer in widths D, in the leanest form")
+    console.print("traffic  reads + writes per token and sublayer counted in widths D")
+    console.print("two-phase  queries are known in advance: reads of several sites share a pass")
     console.print("PreNorm  whether a fresh stack computes the PreNorm network\n")
     console.print("Formulas, options and code of one mechanism: depthmix show NAME")

@@ -42,6 +42,7 @@ def run(
     cls = type(next(iter(stack)))
     about = {
         **describe(stack),
+        "chosen": list(options),
         "description": inspect.getdoc(cls) or "",
         "equations": equations(cls),
         "option_table": option_table(cls),
@@ -150,9 +151,11 @@ def print_page(about: dict[str, Any]) -> None:
         console.print(table)
     facts, figures = about, about["cost"]
     table = Table(title=f"At D = {facts['dim']}, L = {facts['depth']}", title_justify="left", show_header=False)
-    rank = about["rank_formula"] if facts["rank"] is None else f"{facts['rank']}  ({about['rank_formula']})"
+    defaults = not about["chosen"]  # formulas are those of the default options
+    rank = about["rank_formula"] if facts["rank"] is None else str(facts["rank"])
+    rank += f"  ({about['rank_formula']})" if defaults and facts["rank"] is not None else ""
     rows = [
-        ("parameters", f"{figures['parameters']:,}  ({about['parameters_formula']})"),
+        ("parameters", f"{figures['parameters']:,}" + (f"  ({about['parameters_formula']})" if defaults else "")),
         ("semiseparable rank of M", rank),
         ("starts as PreNorm", facts["preserves_prenorm"]),
         ("two-phase", "yes: the queries are known in advance" if facts["two_phase"] else "no"),

@@ -13,6 +13,7 @@ import tyro
 
 from depthmix.analysis.invariants import Check, verify
 from depthmix.mechanisms import list_mechanisms, mechanism
+from depthmix.ops import backend
 
 Outcome = tuple[str, Mapping[str, Any], list[Check]]
 
@@ -35,20 +36,33 @@ def run(
         dim: width; a multiple of 8, so that every option fits.
         depth: number of sublayers, at least 4.
         checks: print every check, not one line for each set of options.
-        json: print a list of objects instead of a table.
+        json: print one object, with the machine and a list of checks, instead of a table.
     """
     if dim % 8 or dim < 8 or depth < 4:
         raise ValueError(f"dim={dim}, depth={depth}; expected a multiple of 8 and a depth of at least 4")
     jobs = [(name, options) for name in names or list_mechanisms() for options in mechanism(name).variants]
     kind = getattr(torch, dtype)
+    check_device(device)
     work = ((n, o, verify(n, o, dtype=kind, device=device, dim=dim, depth=depth)) for n, o in jobs)
     outcomes = list(work) if json else list(with_progress(work, len(jobs)))
     where = f"{platform.machine()}, torch {torch.__version__}, {dtype} on {device}, D = {dim}, L = {depth}"
+    reads = backend.describe()
     if json:
-        print(json_format.dumps({"where": where, "checks": [*records(outcomes)]}, indent=2, ensure_ascii=False))
+        report = {"where": where, "reads": reads, "checks": [*records(outcomes)]}
+        print(json_format.dumps(report, indent=2, ensure_ascii=False))
     else:
         print_table(outcomes, where, checks)
+        print(f"reads of attnres and block_attnres on a CPU: {reads}")
     return 0 if all(check.holds for _, _, found in outcomes for check in found) else 1
+
+
+def check_device(device: str) -> None:
+    try:
+        works = bool((torch.ones(2, device=device) + 1).sum().item() == 4)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device={device!r} cannot be used here ({str(error).splitlines()[0]}); try cpu") from None
+    if not works:
+        raise ValueError(f"device={device!r} does not compute; try cpu")
 
 
 def with_progress(work: Iterator[Outcome], total: int) -> Iterator[Outcome]:
@@ -78,7 +92,7 @@ def print_table(outcomes: list[Outcome], where: str, every_check: bool) -> None:
 
     table = Table(title=f"Invariants: {where}", title_justify="left")
     for heading in ("mechanism", "options", "check", "error", "at most", ""):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, overflow="fold", no_wrap=heading not in ("options", "check"))
     for name, options, found in outcomes:
         words = " ".join(f"{k}={v}" for k, v in options.items()) or "defaults"
         shown = found if every_check else [check for check in found if not check.holds]
@@ -87,7 +101,7 @@ def print_table(outcomes: list[Outcome], where: str, every_check: bool) -> None:
             table.add_row(name, words, escape(check.name), f"{check.error:.1e}", f"{check.bound:.1e}", mark)
         if not shown:
             worst = max((c for c in found if c.bound > 0), key=lambda c: c.error / c.bound)
-            text = f"{len(found)} checks; nearest to its bound: {worst.name}"
+            text = f"all {len(found)}"
             table.add_row(name, words, text, f"{worst.error:.1e}", f"{worst.bound:.1e}", "[green]hold[/green]")
     console = Console()
     console.print(table)

@@ -1,6 +1,6 @@
 """Mechanisms of depth mixing: one file a paper, behind the protocol of `base`."""
 
-from depthmix.mechanisms.base import DepthMixer, Facts, KVMixer, MixerConfig, Site, State, StateSpec
+from depthmix.mechanisms.base import DepthMixer, Facts, KVMixer, MixerConfig, Site, State, StateSpec, option
 from depthmix.mechanisms.registry import kv_mechanism, list_mechanisms, mechanism
 from depthmix.mechanisms.stack import DepthStack, param_groups
 
@@ -16,5 +16,6 @@ __all__ = [
     "kv_mechanism",
     "list_mechanisms",
     "mechanism",
+    "option",
     "param_groups",
 ]

@@ -22,7 +22,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -43,15 +43,13 @@ class Site:
     depth: int
     dim: int
     kind: Kind
+    is_first: bool = dataclasses.field(init=False)  # it can read the embedding only: no read-side parameters
+    is_out: bool = dataclasses.field(init=False)
 
-    @property
-    def is_first(self) -> bool:
-        """The first site can read the embedding only: it owns no read-side parameters."""
-        return self.index == 0
-
-    @property
-    def is_out(self) -> bool:
-        return self.index == self.depth
+    def __post_init__(self) -> None:
+        # Flags and not comparisons in `forward`: a compiler would guard on every layer's own index.
+        object.__setattr__(self, "is_first", self.index == 0)
+        object.__setattr__(self, "is_out", self.index == self.depth)
 
 
 @dataclass(frozen=True)
@@ -70,12 +68,12 @@ class StateSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a mechanism says of itself for given options, width and depth. Tests measure each of these."""
+    """What a mechanism says of itself for given options, width and depth. `verify` measures all but the traffic."""
 
     preserves_prenorm: PreNorm
     rank: int | None  # semiseparable rank that generic coefficients reach or stay below; None: operator-valued
     parameters: int
-    reads: float  # elements read per token and sublayer, the sublayer's own excluded, in the form with least traffic
+    reads: float  # elements read per token and sublayer, the sublayer's own excluded; counted, not measured
     writes: float
     two_phase: bool = False  # static queries: reads of a block can be batched ahead
     row_sums: tuple[float, ...] | None = None  # of M, where they do not depend on the parameters
@@ -186,6 +184,9 @@ class DepthMixer(nn.Module):
     def reset_parameters(self) -> None:
         """Give every parameter its start. Called at construction, and by users after `to_empty`."""
 
+    def bind(self, following: Sequence[DepthMixer]) -> None:
+        """Learn which sites follow, this one first, as far as they are here; a slice binds the sites that it has."""
+
     # The linear maps and what decides them.
 
     def begin(self, x: Tensor) -> State:
@@ -234,28 +235,32 @@ class DepthMixer(nn.Module):
 
     def check_state(self, state: State) -> None:
         """Refuse the state of another site, and tensors that do not belong together: sums would broadcast silently."""
-        here, want = f"site {self.site.index} got", self.expects.shapes
-        if not isinstance(state, tuple):
-            raise TypeError(
-                f"{here} a {type(state).__name__}; expected a tuple, the state that `begin` or `write` gave"
-            )
-        if not self.expects.essential <= len(state) <= len(want):
-            raise ValueError(
-                f"{here} a state of {len(state)} tensors; expected {len(want)}. "
-                "Sites must be read and written in their order"
-            )
-        first = state[0]
+        self.check_length(state)
+        first, want = state[0], self.expects.shapes
         lead = first.shape[: max(0, first.dim() - len(want[0]))]
-        for i, (tensor, shape) in enumerate(zip(state[: self.expects.essential], want, strict=False)):
-            if tensor.shape != lead + shape or tensor.dtype != first.dtype or tensor.device != first.device:
+        for i, (tensor, shape) in enumerate(zip(state, want, strict=False)):
+            # A derived number per token, such as a log-sum-exp, is as wide as an accumulator.
+            dtype = first.dtype if shape else torch.promote_types(first.dtype, torch.float32)
+            if tensor.shape != lead + shape or tensor.dtype != dtype or tensor.device != first.device:
                 raise ValueError(
-                    f"{here} a state with tensor {i} {tensor.dtype} of shape {list(tensor.shape)} on {tensor.device}; "
-                    f"expected {first.dtype} of shape {[*lead, *shape]} on {first.device}, to go with tensor 0"
+                    f"site {self.site.index} got a state with tensor {i} {tensor.dtype} of shape {list(tensor.shape)} "
+                    f"on {tensor.device}; expected {dtype} of shape {[*lead, *shape]} on {first.device}, "
+                    "to go with tensor 0"
                 )
+
+    def check_length(self, state: State) -> None:
+        if not isinstance(state, tuple):
+            got = type(state).__name__
+            raise TypeError(f"site {self.site.index} got a {got}; expected a tuple: what `begin` or `write` returned")
+        if not self.expects.essential <= len(state) <= len(self.expects.shapes):
+            raise ValueError(
+                f"site {self.site.index} got a state of {len(state)} tensors; expected {len(self.expects.shapes)}. "
+                "Sites must be read and written in their order, and `spec` must tell what they hold"
+            )
 
     def checked_output(self, state: State, y: Tensor) -> Tensor:
         """The sublayer's output in the stream's dtype, or an error where it would broadcast."""
-        self.check_state(state)
+        self.check_length(state)
         stream = state[0]
         shape = stream.shape[: stream.dim() - len(self.expects.shapes[0])] + (self.site.dim,)  # noqa: RUF005
         if not isinstance(y, Tensor):

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from depthmix.mechanisms.attnres import SourceAttention, SourceAttentionConfig, check_count, options_of_family
 from depthmix.mechanisms.base import Coeff, Facts, Site, State, StateSpec, check_range, option
+from depthmix.mechanisms.source_attention import SourceAttentionConfig, check_count, options_of_family
+from depthmix.mechanisms.two_phase import TwoPhaseAttention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class BlockAttnResConfig(SourceAttentionConfig):
         return -(-depth // (self.num_blocks or min(8, depth)))
 
 
-class BlockAttnRes(SourceAttention):
+class BlockAttnRes(TwoPhaseAttention):
     """Block Attention Residuals (arXiv 2603.15031, eq. 5–6): blocks of S sublayers, a bank and a running partial p.
 
     (1) k_i = γ_l ⊙ norm(b_i)
@@ -94,11 +95,19 @@ class BlockAttnRes(SourceAttention):
         super().__init__(site, config)
         self.opens_block = site.index % config.size(site.depth) == 0
 
+    @classmethod
+    def group_size(cls, config: Any, depth: int) -> int:
+        return int(config.size(depth))
+
+    @classmethod
+    def finished(cls, config: Any, site: Site) -> int:
+        return 1 + site.index // int(config.size(site.depth))
+
     def spec(self, site: Site) -> StateSpec:
         size = self.config.size(site.depth)
         count = source_count(size, site.index)
-        complete = site.index % size == 0
-        return StateSpec(((site.dim,),) * count, essential=count, sealed=count if complete else count - 1)
+        sealed = count if site.index % size == 0 else count - 1
+        return self.with_derived(StateSpec(((site.dim,),) * count, essential=count, sealed=sealed), site)
 
     def update(self, state: State, c: Coeff, v: Tensor) -> State:
         if self.opens_block:

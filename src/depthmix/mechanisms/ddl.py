@@ -1,6 +1,6 @@
 """Deep Delta Learning: the stream rewritten by the delta rule, with the sublayer's output as the key.
 
-Axes: ... any leading shape, M value column, D channel.
+Axes: ... any leading shape, V value column, D channel.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class DeepDeltaConfig(MixerConfig):
 
 
 class DeltaCoeff(NamedTuple):
-    read: Tensor  # [M]
+    read: Tensor  # [V]
     beta: Tensor | None  # [..., 1]
-    target: Tensor | None  # [..., M]
+    target: Tensor | None  # [..., V]
     key: Tensor | None  # [..., D]
 
 
 class DeepDelta(DepthMixer):
-    """Deep Delta Learning (arXiv 2601.00417), the paper's form; X has M value columns, stored as rows.
+    """Deep Delta Learning (arXiv 2601.00417), the paper's form; X has V value columns, stored as rows.
 
     (1) h_l = Σ_j r[j] X[j]
     (2) β = 2 σ(⟨w, norm(h_l)⟩ + b)
@@ -59,15 +59,15 @@ class DeepDelta(DepthMixer):
     (4) k = norm(y) / √D,  y the sublayer's output
     (5) X[j] ← X[j] + β (val[j] − ⟨X[j], k⟩) k
 
-    State: X [M, D], m copies of the embedding at first. β starts at `beta` (1: overwrite along the key), r as the
-    mean. What a source adds is turned by every later I − β k kᵀ: M is operator-valued.
+    State: X [V, D], V copies of the embedding at first. β starts at `beta` (1: overwrite along the key), r as the
+    mean. What a source adds is turned by every later I − β k kᵀ: the mixing is operator-valued.
     """
 
     Config = DeepDeltaConfig
     paper = "arXiv 2601.00417"
-    holds = "X, m columns"
+    holds = "X, V columns"
     rank_formula = "operator-valued"
-    parameters_formula = "L(D+1+mD), + L·m for m ≥ 2"
+    parameters_formula = "L(D+1+V·D), + L·V for V ≥ 2"
     operator_valued = True
     takes_decay = frozenset({"beta_weight", "value_weight"})
     variants = ({}, {"value_width": 3}, {"beta": 0.5})

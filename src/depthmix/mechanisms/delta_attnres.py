@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from depthmix import ops
-from depthmix.mechanisms.attnres import SourceAttention, SourceAttentionConfig, options_of_family
 from depthmix.mechanisms.base import Coeff, Facts, Site, State, StateSpec, rank_cap
+from depthmix.mechanisms.source_attention import SourceAttention, SourceAttentionConfig, options_of_family
 
 
 class DeltaAttnRes(SourceAttention):

@@ -19,6 +19,7 @@ from depthmix.mechanisms.base import (
     StateSpec,
     check_range,
     option,
+    rank_cap,
 )
 
 
@@ -33,7 +34,7 @@ class DenseFormerConfig(MixerConfig):
             check_range(name, getattr(self, name), 1)
 
     def blocks_before(self, index: int) -> int:
-        """Complete blocks before site `index`; the output closes a short last block."""
+        """Complete blocks before site `index`."""
         return index // self.block_sublayers
 
     def averages(self, block: int) -> bool:
@@ -66,7 +67,7 @@ class DenseFormer(DepthMixer):
         sizes = [j // config.dilation + 1 for j in range(1, blocks + 1) if config.averages(j)]
         return Facts(
             preserves_prenorm="exact",
-            rank=max(cut_rank(config, index, depth) for index in range(depth + 1)),
+            rank=min(rank_cap(depth), max(cut_rank(config, index, depth) for index in range(depth + 1))),
             parameters=sum(sizes),
             reads=(2 + sum(sizes) / depth) * dim,
             writes=(1 + len(sizes) / depth) * dim,
@@ -102,8 +103,18 @@ class DenseFormer(DepthMixer):
         return ops.weighted_sum([state[i] for i in self.reach], c.unbind())  # (1)
 
     def update(self, state: State, c: Coeff, v: Tensor) -> State:
+        return self.grown(state, self.combine(state, c), v)
+
+    def grown(self, state: State, h: Tensor, v: Tensor) -> State:
         bank = state if self.at_boundary else state[:-1]
-        return (*bank, self.combine(state, c) + v)  # (2)
+        return (*bank, h + v)  # (2)
+
+    def read(self, state: State) -> tuple[Tensor, Any]:
+        h, _ = super().read(state)
+        return h, h  # the average is what the stream goes on from: carry it over the sublayer
+
+    def write(self, state: State, carry: Any, y: Tensor) -> State:
+        return self.grown(state, carry, self.checked_output(state, y))
 
 
 def cut_rank(config: DenseFormerConfig, index: int, depth: int) -> int:

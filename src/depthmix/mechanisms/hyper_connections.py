@@ -1,6 +1,6 @@
 """Hyper-Connections: m streams, read and rewritten by learned mixtures.
 
-Axes: ... any leading shape, M stream, D channel.
+Axes: ... any leading shape, m stream, D channel.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Readout = Literal["mean", "sum", "learned"]
 class Streams(NamedTuple):
     """Coefficients of one site."""
 
-    read: Tensor | None  # [..., M]; None: the first stream
-    transition: Tensor | None  # [..., M, M], from column j to row i; None: the identity
-    gain: Tensor | None  # [..., M]; None at the output
+    read: Tensor | None  # [..., m]; None: the first stream
+    transition: Tensor | None  # [..., m, m], from column j to row i; None: the identity
+    gain: Tensor | None  # [..., m]; None at the output
 
 
 class StreamMixer(DepthMixer):
@@ -97,7 +97,7 @@ class HyperConnections(StreamMixer):
     (h) h_l = Σ_j A_m[j] H[j]
     (H) H[i] ← Σ_j A_r[j, i] H[j] + B[i] v_l
 
-    State: H [M, D], m copies of the embedding at first. Start: A_m one-hot by site, A_r identity, B ones, dynamic
+    State: H [m, D], m copies of the embedding at first. Start: A_m one-hot by site, A_r identity, B ones, dynamic
     weights 0; all streams stay equal to the residual stream and M is 1.
     """
 

@@ -48,7 +48,7 @@ class LinearAttentionConfig(MixerConfig):
 class Written(NamedTuple):
     """How a source enters the state: S ← transition S + gain vᵀ."""
 
-    transition: Tensor | None  # [..., R, R]; None: the identity
+    transition: Tensor | None  # [..., R, R], or [..., R] where it is diagonal; None: the identity
     gain: Tensor  # [..., R]
 
 
@@ -146,7 +146,7 @@ class LinearAttention(DepthMixer):
         u = ops.rms_norm(v, self.config.eps)
         key = self.feature(self.project(u, prefix + "key_proj", prefix + "key_bias"))  # (1)
         if self.config.rule == "gated" and not prefix:
-            return Written(torch.sigmoid(self.project(u, "gate_proj", "gate_bias")).diag_embed(), key)  # (3)
+            return Written(torch.sigmoid(self.project(u, "gate_proj", "gate_bias")), key)  # (3)
         if self.config.rule == "delta":
             key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + self.config.eps)
             beta = 2 * torch.sigmoid(self.project(u, prefix + "beta_weight", prefix + "beta_bias"))

@@ -1,6 +1,6 @@
 """mHC: Hyper-Connections whose stream mixing is kept doubly stochastic by Sinkhorn's iteration.
 
-Axes: ... any leading shape, M stream, D channel.
+Axes: ... any leading shape, m stream, D channel.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ManifoldHyperConnections(StreamMixer):
     (h) h_l = Σ_j H_pre[j] H[j]
     (H) H[i] ← Σ_j H_res[j, i] H[j] + H_post[i] v_l
 
-    State: H [M, D], m copies of the embedding at first. Start: biases give H_pre = 1/m and H_post = 1, a = 0; the
+    State: H [m, D], m copies of the embedding at first. Start: biases give H_pre = 1/m and H_post = 1, a = 0; the
     streams stay equal and M is 1. P starts random: the gradient of a, then that of P, parts the streams.
     """
 

@@ -1,6 +1,6 @@
 """mHC-lite: mHC whose stream mixing is exactly doubly stochastic, a mixture of all permutations.
 
-Axes: ... any leading shape, M stream, P permutation.
+Axes: ... any leading shape, m stream, P permutation.
 """
 
 from __future__ import annotations
@@ -53,14 +53,13 @@ class LiteHyperConnections(ManifoldHyperConnections):
     (h) h_l = Σ_j H_pre[j] H[j]
     (H) H[i] ← Σ_j H_res[i, j] H[j] + H_post[i] v_l
 
-    State: H [M, D]. Start "prenorm" as mHC; "paper" gives each site a preferred stream by its biases.
+    State: H [m, D]. Start "prenorm" as mHC; "paper" gives each site a preferred stream by its biases.
     """
 
     Config = LiteConfig
     paper = "arXiv 2601.05732"
     parameters_formula = "L((m!+2m)(mD+1)+3) − m(mD+1) − 1"
     variants = ({}, {"start": "paper"}, {"streams": 3, "readout": "learned"}, {"streams": 2, "readout": "sum"})
-    permutations: Tensor
 
     @classmethod
     def starts_as_residual(cls, config: Any) -> bool:
@@ -68,13 +67,10 @@ class LiteHyperConnections(ManifoldHyperConnections):
 
     def __init__(self, site: Site, config: LiteConfig) -> None:
         super().__init__(site, config)
-        if not site.is_out:
-            self.register_buffer("permutations", permutation_matrices(config.streams), persistent=False)  # [P, M, M]
+        self.permutations = list(itertools.permutations(range(config.streams)))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        if not self.site.is_out:
-            self.permutations.copy_(permutation_matrices(self.config.streams))
         if self.config.start == "paper" and self.projection is not None:
             nn.init.zeros_(self.projection)
 
@@ -90,11 +86,7 @@ class LiteHyperConnections(ManifoldHyperConnections):
         return [0.0, *[-8.0] * (self.config.transition_size - 1)]
 
     def transition(self, logits: Tensor) -> Tensor:
-        weights = torch.softmax(logits, -1)
-        return ops.linear(weights, self.permutations.flatten(1).T).unflatten(-1, self.permutations.shape[1:])  # (4)
-
-
-def permutation_matrices(m: int) -> Tensor:
-    """All Π_r, with Π_r[i, π_r(i)] = 1."""
-    eye = torch.eye(m)
-    return torch.stack([eye[list(order)] for order in itertools.permutations(range(m))])
+        m = self.config.streams
+        places = [[float(order[i] == j) for order in self.permutations] for i in range(m) for j in range(m)]
+        matrices = torch.tensor(places, dtype=logits.dtype, device=logits.device)  # [m·m, P]
+        return ops.linear(torch.softmax(logits, -1), matrices).unflatten(-1, (m, m))  # (4)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from importlib.metadata import entry_points
+import warnings
+from importlib.metadata import EntryPoint, entry_points
 from typing import Literal
 
 from depthmix.mechanisms.base import DepthMixer, KVMixer
@@ -29,9 +30,9 @@ DEPTH: dict[str, str] = {
 KV: dict[str, str] = {}
 
 
-def installed() -> dict[str, str]:
+def installed() -> dict[str, EntryPoint]:
     """Mechanisms that other packages offer through the entry-point group `depthmix.mechanisms`."""
-    return {point.name: point.value for point in entry_points(group=ENTRY_POINTS)}
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
 def list_mechanisms(kind: Literal["depth", "kv"] = "depth") -> list[str]:
@@ -39,7 +40,15 @@ def list_mechanisms(kind: Literal["depth", "kv"] = "depth") -> list[str]:
     if kind not in ("depth", "kv"):
         raise ValueError(f"kind={kind!r}; expected 'depth' or 'kv'")
     own, base = (DEPTH, DepthMixer) if kind == "depth" else (KV, KVMixer)
-    outside = [n for n, target in installed().items() if n not in DEPTH | KV and issubclass(load(target), base)]
+    outside = []
+    for name, point in installed().items():
+        if name in DEPTH | KV:
+            continue
+        try:
+            if issubclass(point.load(), base):
+                outside.append(name)
+        except Exception as error:  # somebody else's package: name it, and go on without it
+            warnings.warn(f"mechanism {name!r} of {point.value} cannot be loaded: {error!r}", stacklevel=2)
     return sorted([*own, *outside])
 
 
@@ -63,16 +72,15 @@ def kv_mechanism(name: str) -> type[KVMixer]:
 
 
 def find(name: str, own: dict[str, str], kind: Literal["depth", "kv"]) -> type:
-    target = own.get(name) or installed().get(name)
-    if target is None:
-        names = list_mechanisms(kind)
-        close = difflib.get_close_matches(str(name), names, 1)
-        hint = f"Did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"unknown mechanism {name!r}. {hint}Known: {', '.join(names) or 'none'}")
-    return load(target)
-
-
-def load(target: str) -> type:
-    module, _, attribute = target.partition(":")
-    found: type = getattr(importlib.import_module(module), attribute)
-    return found
+    found: type
+    if name in own:
+        module, _, attribute = own[name].partition(":")
+        found = getattr(importlib.import_module(module), attribute)
+        return found
+    if name in (others := installed()):
+        found = others[name].load()
+        return found
+    names = list_mechanisms(kind)
+    close = difflib.get_close_matches(str(name), names, 1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    raise ValueError(f"unknown mechanism {name!r}. {hint}Known: {', '.join(names) or 'none'}")

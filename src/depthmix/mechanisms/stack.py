@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +55,13 @@ class DepthStack(nn.Module):
         mixers = [cls(site, self.config) for site in sites]
         self.mixers = nn.ModuleDict({str(i): mixer for i, mixer in enumerate(mixers[:-1])})
         self.out: DepthMixer | None = mixers[-1]
+        self.bind()
         self.reset_parameters()
+
+    def bind(self) -> None:
+        mixers = self.all_mixers()
+        for i, mixer in enumerate(mixers):
+            mixer.bind(mixers[i:])
 
     def reset_parameters(self) -> None:
         for mixer in self.all_mixers():
@@ -118,7 +125,7 @@ class DepthStack(nn.Module):
         return any_mixer.spec(dataclasses.replace(any_mixer.site, index=index))
 
     def slice(self, lo: int, hi: int) -> DepthStack:
-        """The part for sublayers lo … hi−1, sharing this stack's mixers: what a pipeline stage holds."""
+        """The part for sublayers lo … hi−1: what a pipeline stage holds. Its mixers share this stack's parameters."""
         if not self.lo <= lo < hi <= self.hi:
             raise ValueError(f"slice({lo}, {hi}); expected {self.lo} <= lo < hi <= {self.hi}")
         part = DepthStack.__new__(DepthStack)
@@ -126,8 +133,10 @@ class DepthStack(nn.Module):
         part.name, part.dim, part.depth = self.name, self.dim, self.depth
         part.lo, part.hi = lo, hi
         part.config, part.facts = self.config, self.facts
-        part.mixers = nn.ModuleDict({str(i): self.mixers[str(i)] for i in range(lo, hi)})
-        part.out = self.out if hi == self.depth else None
+        part.mixers = nn.ModuleDict({str(i): copy.copy(self.mixers[str(i)]) for i in range(lo, hi)})
+        part.out = copy.copy(self.out) if hi == self.depth else None
+        part.bind()
+        part.training = self.training
         return part
 
     def extra_repr(self) -> str:
@@ -162,14 +171,20 @@ def make_config(cls: type[DepthMixer], name: str, options: dict[str, Any], *, di
 def param_groups(stack: DepthStack, *, weight_decay: float = 0.1) -> list[dict[str, Any]]:
     """Optimiser groups of a stack's parameters, as `torch.optim` takes them.
 
-    Queries, gates, norm weights and biases take no weight decay; matrices do. Each group also says under "muon"
-    whether its parameters may go to Muon: a query of shape [1, D] is a matrix by shape only.
+    Queries, key and norm weights, scales, biases and learned coefficients take no weight decay; projections that make
+    gates, keys or queries out of the stream do. Each group also says under "muon" whether its parameters may go to
+    Muon: a query of shape [1, D] is a matrix by shape only.
     """
+    if not isinstance(stack, DepthStack):
+        raise TypeError(
+            f"param_groups got a {type(stack).__name__}; expected its DepthStack: "
+            "the groups hold the mixers' parameters and no others"
+        )
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     for prefix, mixer in stack.named_modules():
         if not isinstance(mixer, DepthMixer):
             continue
-        for name, parameter in mixer.named_parameters(recurse=False):
+        for name, parameter in mixer.named_parameters():
             decays, muon = name in mixer.takes_decay, name in mixer.takes_muon
             group = groups.setdefault(
                 (decays, muon),

@@ -1,10 +1,12 @@
 """Pure tensor functions of depth mixing. `depthmix.ops.reference` holds each of them in plain torch."""
 
-from depthmix.ops.attend import attend, check_sources, merge
+from depthmix.ops.attend import attend, check_sources, merge, mixtures
+from depthmix.ops.backend import using
 from depthmix.ops.reference import (
     accumulator,
     delta_rule,
     elu1,
+    fold,
     key_of,
     linear,
     mix,
@@ -23,14 +25,17 @@ __all__ = [
     "check_sources",
     "delta_rule",
     "elu1",
+    "fold",
     "key_of",
     "linear",
     "merge",
     "mix",
+    "mixtures",
     "read_streams",
     "rms_norm",
     "scores",
     "sinkhorn",
+    "using",
     "weighted_sum",
     "wide",
     "write_streams",

@@ -9,9 +9,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from depthmix.ops import reference
+from depthmix.ops import closed, native, reference
+from depthmix.ops.backend import backend_for, chosen
 
 
 def attend(
@@ -55,7 +57,100 @@ def attend(
         raise ValueError(f"eps={eps}; expected a finite number above 0, such as 1e-6")
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale}; expected a finite number, such as 1.0")
-    return reference.attend(sources, query, key_weight, normalize=normalize, eps=eps, scale=scale)
+    folded = reference.fold(query, key_weight, sources[0].dtype)
+    h, lse = mixtures(sources, folded, normalize=normalize, eps=eps, scale=scale)
+    return (h[0], lse[0]) if query.dim() == 1 else (h, torch.stack(lse, -1))
+
+
+def mixtures(
+    sources: Sequence[Tensor],
+    folded: Tensor,
+    prior: tuple[Tensor, Tensor] | None = None,
+    *,
+    normalize: bool = True,
+    eps: float = 1e-6,
+    scale: float = 1.0,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """`attend` without its checks, for queries [Q, D] that `fold` made: Q mixtures and their Q log-sum-exps.
+
+    With one query a prior may join, the result (h, lse) over other sources: phase 2 of the two-phase computation.
+    """
+    if traced_by_torch() or chosen() == "reference":
+        return reference.attend(sources, folded, prior, normalize=normalize, eps=eps, scale=scale)
+    h, lse = prior or (None, None)
+    out = Attend.apply(normalize, eps, scale, folded.contiguous(), h, lse, *sources)
+    queries = folded.shape[0]
+    return out[:queries], out[queries:]
+
+
+def traced_by_torch() -> bool:
+    """Compilers and functional transforms want plain operations: they make backward passes of their own."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+class Attend(torch.autograd.Function):
+    """Keeps references to the sources and numbers per token; recomputes everything of width D."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        normalize: bool,
+        eps: float,
+        scale: float,
+        folded: Tensor,
+        prior: Tensor | None,
+        prior_lse: Tensor | None,
+        *sources: Tensor,
+    ) -> tuple[Tensor, ...]:
+        backend = backend_for([*sources, folded, *(t for t in (prior, prior_lse) if t is not None)])
+        h, lse, rstd, weights = backend.forward(
+            sources, folded, prior, prior_lse, normalize=normalize, eps=eps, scale=scale
+        )
+        ctx.options = {"normalize": normalize, "eps": eps, "scale": scale}
+        ctx.backend = backend
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(folded, rstd, weights, lse, None if prior is None else h[0], prior_lse, *sources)
+        return (*h, *lse.unbind(0))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        folded, rstd, weights, lse, h, prior_lse, *sources = ctx.saved_tensors
+        if torch.is_grad_enabled():  # a graph of the backward pass is wanted
+            if prior_lse is not None:
+                raise RuntimeError(
+                    "second derivatives of a two-phase read are not there: what they need is not kept. "
+                    "Run the forward pass within depthmix.ops.using('reference')"
+                )
+            return (*[None] * 3, *differentiable_backward(ctx.options, folded, sources, grads))
+        queries = folded.shape[0]
+        options = {key: ctx.options[key] for key in ("normalize", "scale")}
+        dense = [None if g is None else g.contiguous() for g in grads]
+        fits = native.fits([folded, *(g for g in dense if g is not None)])
+        backend = ctx.backend if fits else closed
+        of_sources, of_folded, of_prior, of_lse = backend.backward(
+            sources, folded, h, prior_lse, rstd, weights, lse, dense[:queries], dense[queries:], **options
+        )
+        return (*[None] * 3, of_folded, of_prior, of_lse, *of_sources)
+
+
+def differentiable_backward(
+    options: dict[str, Any], folded: Tensor, sources: Sequence[Tensor], grads: Sequence[Tensor | None]
+) -> tuple[Any, ...]:
+    """The same gradients from the plain form, with a graph: its own derivative is the second one."""
+    h, lse = reference.attend(sources, folded, **options)
+    outputs = [(out, g) for out, g in zip((*h, *lse), grads, strict=True) if g is not None]
+    inputs = [t for t in (folded, *sources) if t.requires_grad]
+    found = iter(
+        torch.autograd.grad(
+            [out for out, _ in outputs], inputs, [g for _, g in outputs], create_graph=True, allow_unused=True
+        )
+    )
+    of_folded, *of_sources = (next(found) if t.requires_grad else None for t in (folded, *sources))
+    return (of_folded, None, None, *of_sources)
 
 
 def merge(h1: Tensor, lse1: Tensor, h2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,6 +195,8 @@ def check_sources(sources: Sequence[Tensor], names: Sequence[str] | None = None)
 
 def check_beside(name: str, tensor: Tensor, source: Tensor) -> None:
     """What weighs the sources is floating and lives where they do; its dtype may differ."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; expected a tensor")
     if not tensor.is_floating_point():
         raise TypeError(f"{name} has dtype {tensor.dtype}; expected a floating dtype: convert it with .float()")
     if tensor.device != source.device:

@@ -8,6 +8,8 @@ what goes back into the stream is rounded once, to the stream's dtype.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -38,20 +40,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def rms_norm(v: Tensor, eps: float) -> Tensor:
-    """v / sqrt(mean(v²) + eps) in the accumulator's dtype, without a weight.
+def inverse_rms(v: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(v²) + eps) as [..., 1], in the accumulator's dtype.
 
     Large vectors are divided by their largest entry first: 1e30 squared overflows float32.
     """
     v = wide(v)
     size = v.detach().abs().amax(-1, keepdim=True).clamp(min=1.0) if v.shape[-1] else v.new_ones(())
-    small = v / size
-    return small * torch.rsqrt(small.square().mean(-1, keepdim=True) + eps / size.square())
+    return torch.rsqrt((v / size).square().mean(-1, keepdim=True) + eps / size.square()) / size
+
+
+def rms_norm(v: Tensor, eps: float) -> Tensor:
+    """v / sqrt(mean(v²) + eps) in the accumulator's dtype, without a weight."""
+    return wide(v) * inverse_rms(v, eps)
 
 
 def elu1(x: Tensor) -> Tensor:
     """φ(x) = elu(x) + 1, the positive feature map of linear attention."""
-    return torch.nn.functional.elu(x) + 1
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())  # elu(x) + 1 itself rounds to 0 below -17 in float32
 
 
 def key_of(v: Tensor, key_weight: Tensor | None, normalize: bool, eps: float) -> Tensor:
@@ -68,46 +74,62 @@ def scores(keys: Sequence[Tensor], query: Tensor) -> Tensor:
 def mix(sources: Sequence[Tensor], weights: Tensor) -> Tensor:
     """Σ_s weights[..., h, s] sources[s], each head h weighting its own group of channels."""
     heads = weights.shape[-2]
-    total = sum(wide(v).unflatten(-1, (heads, -1)) * weights[..., s, None] for s, v in enumerate(sources))
-    assert isinstance(total, Tensor)
+    parts = (wide(v).unflatten(-1, (heads, -1)) * weights[..., s, None] for s, v in enumerate(sources))
+    total = functools.reduce(operator.add, parts)
     return total.flatten(-2).to(sources[0].dtype)
 
 
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor:
     """Σ weights[i] ⊙ tensors[i] with weights that broadcast over channels; None stands for 1."""
-    total = sum(wide(x) if w is None else wide(x) * w for x, w in zip(tensors, weights, strict=True))
-    assert isinstance(total, Tensor)
+    parts = (wide(x) if w is None else wide(x) * w for x, w in zip(tensors, weights, strict=True))
+    total = functools.reduce(operator.add, parts)
     return total.to(tensors[0].dtype)
+
+
+def fold(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The queries [Q, D] in which a key weight is taken up: only their product enters a logit."""
+    folded = wide(query) if key_weight is None else wide(query) * wide(key_weight)
+    return folded.reshape(-1, query.shape[-1]).to(accumulator(dtype))
 
 
 def attend(
     sources: Sequence[Tensor],
-    query: Tensor,
-    key_weight: Tensor | None = None,
+    folded: Tensor,
+    prior: tuple[Tensor, Tensor] | None = None,
     *,
     normalize: bool = True,
     eps: float = 1e-6,
     scale: float = 1.0,
-) -> tuple[Tensor | tuple[Tensor, ...], Tensor]:
-    """Softmax attention of one query [D] or of Q queries [Q, D] over sources [..., D]; see `ops.attend`."""
-    folded = wide(query) if key_weight is None else wide(query) * key_weight
-    folded = folded.reshape(-1, query.shape[-1])  # [Q, D]
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Softmax attention of folded queries [Q, D] over sources [..., D]: Q mixtures and their log-sum-exps [...].
+
+    A prior, for one query, is the result (h, lse) of attending over other sources: it joins as one more source.
+    """
     keys = [key_of(v, None, normalize, eps) for v in sources]
     logits = scale * torch.stack([linear(k, folded) for k in keys], -1)  # [..., Q, S]
+    if prior is not None:
+        sources, logits = [*sources, prior[0]], torch.cat([logits, prior[1][..., None, None]], -1)
     lse = logits.logsumexp(-1)  # [..., Q]
     weights = (logits - lse.unsqueeze(-1)).exp()
     mixed = tuple(mix(sources, weights[..., q : q + 1, :]) for q in range(folded.shape[0]))
-    return (mixed[0], lse[..., 0]) if query.dim() == 1 else (mixed, lse)
+    return mixed, lse.unbind(-1)
 
 
 def merge(h1: Tensor, lse1: Tensor, h2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
     """Online softmax: attention over two disjoint sets of sources from the result over each."""
-    share = torch.sigmoid(lse1 - lse2).unsqueeze(-1)
-    return weighted_sum([h1, h2], [share, 1 - share]), torch.logaddexp(lse1, lse2)
+    gap = (lse1 - lse2).unsqueeze(-1)
+    return weighted_sum([h1, h2], [torch.sigmoid(gap), torch.sigmoid(-gap)]), torch.logaddexp(lse1, lse2)
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float = 0.0) -> Tensor:
     """[..., M, M] made doubly stochastic: softmax of rows, columns, then rows and columns in turn, columns last."""
+    if eps == 0:  # in logarithms: a column that underflows would be divided by zero
+        log = torch.log_softmax(wide(logits), -1)
+        log = log - log.logsumexp(-2, keepdim=True)
+        for _ in range(iterations - 1):
+            log = log - log.logsumexp(-1, keepdim=True)
+            log = log - log.logsumexp(-2, keepdim=True)
+        return log.exp()
     matrix = torch.softmax(wide(logits), -1) + eps
     matrix = matrix / (matrix.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
@@ -122,9 +144,14 @@ def read_streams(streams: Tensor, weights: Tensor) -> Tensor:
 
 
 def write_streams(streams: Tensor, transition: Tensor | None, gain: Tensor, y: Tensor) -> Tensor:
-    """streams[i] ← Σ_j transition[..., i, j] streams[j] + gain[..., i] y; no transition is the identity."""
+    """streams[i] ← Σ_j transition[..., i, j] streams[j] + gain[..., i] y.
+
+    A transition with one axis less is diagonal, no transition the identity.
+    """
     kept = wide(streams)
-    if transition is not None:
+    if transition is not None and transition.dim() == gain.dim():
+        kept = transition.unsqueeze(-1) * kept
+    elif transition is not None:
         with full_precision(streams.device):
             kept = transition.to(kept.dtype) @ kept
     return (kept + gain.unsqueeze(-1) * y.unsqueeze(-2)).to(streams.dtype)

@@ -1,0 +1,94 @@
+"""Forward and backward of attention over depth in closed form, in torch operations, for any device and dtype.
+
+The interface is that of `native`: see attend.cpp there for the formulas. Nothing of width D is kept between the two but
+the sources themselves; everything else is recomputed.
+
+Axes: ... any leading shape, D channel, S source, Q query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from depthmix.ops.reference import full_precision, inverse_rms, linear, mix, weighted_sum, wide
+
+
+def forward(
+    sources: Sequence[Tensor],
+    folded: Tensor,
+    prior: Tensor | None,
+    prior_lse: Tensor | None,
+    *,
+    normalize: bool,
+    eps: float,
+    scale: float,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """h (one a query), lse [Q, ...], 1/rms [..., S], weights [..., Q, S]."""
+    if normalize:
+        rstd = torch.cat([inverse_rms(v, eps) for v in sources], -1)
+    else:
+        rstd = folded.new_ones((*sources[0].shape[:-1], len(sources)))
+    products = torch.stack([linear(v, folded) for v in sources], -1)  # [..., Q, S]
+    logits = scale * (products * rstd.unsqueeze(-2))
+    lse = logits.logsumexp(-1)  # [..., Q]
+    if prior_lse is not None:
+        lse = torch.logaddexp(lse, prior_lse.unsqueeze(-1))
+    weights = (logits - lse.unsqueeze(-1)).exp()
+    h = [mix(sources, weights[..., q : q + 1, :]) for q in range(folded.shape[0])]
+    if prior is not None and prior_lse is not None:
+        own = (prior_lse - lse[..., 0]).exp().unsqueeze(-1)
+        h = [weighted_sum([prior, h[0]], [own, None])]
+    return h, lse.movedim(-1, 0).contiguous(), rstd, weights
+
+
+def backward(
+    sources: Sequence[Tensor],
+    folded: Tensor,
+    h: Tensor | None,
+    prior_lse: Tensor | None,
+    rstd: Tensor,
+    weights: Tensor,
+    lse: Tensor,
+    grad_h: Sequence[Tensor | None],
+    grad_lse: Sequence[Tensor | None],
+    *,
+    normalize: bool,
+    scale: float,
+) -> tuple[list[Tensor], Tensor, Tensor | None, Tensor | None]:
+    """Gradients of the sources, of the folded queries, of the prior's mixture and of its log-sum-exp."""
+    nothing = folded.new_zeros(sources[0].shape[:-1])
+    slopes, grad_prior, grad_prior_lse = [], None, None
+    for q, (g, from_lse) in enumerate(zip(grad_h, grad_lse, strict=True)):
+        a = weights[..., q, :]  # [..., S]
+        u = torch.zeros_like(a) if g is None else torch.stack([dot(g, v) for v in sources], -1)
+        used = (a * u).sum(-1)
+        from_lse = nothing if from_lse is None else from_lse
+        felt = used if h is None else nothing if g is None else dot(g, h)
+        slopes.append(a * (u + (from_lse - felt).unsqueeze(-1)))
+        if prior_lse is not None:
+            own = (prior_lse - lse[q]).exp()
+            grad_prior_lse = felt - used - own * (felt - from_lse)
+            if g is not None:
+                grad_prior = weighted_sum([g], [own.unsqueeze(-1)])
+    slope = torch.stack(slopes, -2) * (scale * rstd.unsqueeze(-2))  # [..., Q, S]: of <v_s, c_q>
+    given = [(q, g) for q, g in enumerate(grad_h) if g is not None]
+    grads, grad_folded = [], torch.zeros_like(folded)
+    with full_precision(folded.device):
+        for s, v in enumerate(sources):
+            one = slope[..., s]  # [..., Q]
+            grad = one @ folded
+            if normalize:
+                pull = (one * linear(v, folded)).sum(-1) * rstd[..., s].square() / v.shape[-1]
+                grad = grad - pull.unsqueeze(-1) * wide(v)
+            for q, g in given:
+                grad = torch.addcmul(grad, weights[..., q, s].unsqueeze(-1), wide(g))
+            grads.append(grad.to(v.dtype))
+            grad_folded += one.reshape(-1, one.shape[-1]).T @ wide(v).reshape(-1, v.shape[-1])
+    return grads, grad_folded, grad_prior, grad_prior_lse
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    return (wide(a) * wide(b)).sum(-1)

@@ -1,0 +1,187 @@
+"""The CPU kernel of `attend`: C++ behind a plain C interface, compiled on demand and kept in a cache folder.
+
+The folder is $DEPTHMIX_CACHE, or depthmix under $XDG_CACHE_HOME or ~/.cache. Without a compiler, or where compiling
+fails, `library()` is None and the plain torch path serves; `why_not()` says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("attend.cpp")
+FLAGS = ["-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-std=c++17", "-shared", "-fPIC", "-pthread"]
+DTYPES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+@functools.cache
+def build() -> tuple[ctypes.CDLL | None, str]:
+    """The library and "", or None and the reason."""
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("c++", "g++", "clang++")), None)
+    if compiler is None or not shutil.which(compiler):
+        return None, "no C++ compiler found; install g++ or set CXX"
+    try:
+        path = cached_library(compiler)
+        return ctypes.CDLL(str(path)), ""
+    except subprocess.CalledProcessError as error:
+        return None, f"{compiler} failed: {error.stderr.strip()[:500]}"
+    except OSError as error:
+        return None, f"the library could not be built or loaded: {error}"
+
+
+def cached_library(compiler: str) -> Path:
+    """Compile once for this source, compiler and machine; processes that race for it each write beside and rename."""
+    about = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    key = "\n".join([SOURCE.read_text(), about, *FLAGS, platform.machine(), cpu_flags()])
+    folder = cache_folder()
+    target = folder / f"attend-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
+    if not target.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, beside = tempfile.mkstemp(dir=folder, suffix=".so")
+        os.close(handle)
+        try:
+            command = [compiler, *FLAGS, str(SOURCE), "-o", beside]
+            subprocess.run(command, capture_output=True, text=True, check=True)
+            os.replace(beside, target)
+        finally:
+            Path(beside).unlink(missing_ok=True)
+    return target
+
+
+def cache_folder() -> Path:
+    if own := os.environ.get("DEPTHMIX_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "depthmix"
+
+
+def cpu_flags() -> str:
+    """-march=native makes code for this very CPU: another one in the same home folder needs its own."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next((line for line in lines if line.startswith("flags")), "")
+    except OSError:
+        return platform.processor()
+
+
+def library() -> ctypes.CDLL | None:
+    return build()[0]
+
+
+def why_not() -> str:
+    return build()[1]
+
+
+def fits(tensors: Sequence[Tensor]) -> bool:
+    """Plain contiguous CPU tensors of one dtype that the kernel knows."""
+    return all(
+        type(t) in (Tensor, torch.nn.Parameter)
+        and t.device.type == "cpu"
+        and t.dtype == tensors[0].dtype
+        and t.dtype in DTYPES
+        and t.is_contiguous()
+        for t in tensors
+    )
+
+
+def pointer(tensor: Tensor | None) -> ctypes.c_void_p | None:
+    return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
+
+
+def pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
+
+
+def forward(
+    sources: Sequence[Tensor],
+    folded: Tensor,
+    prior: Tensor | None,
+    prior_lse: Tensor | None,
+    *,
+    normalize: bool,
+    eps: float,
+    scale: float,
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    """h (one a query), lse [Q, ...], 1/rms [..., S], weights [..., Q, S]."""
+    first, (queries, dim), count = sources[0], folded.shape, len(sources)
+    lead = first.shape[:-1]
+    h = [torch.empty_like(first) for _ in range(queries)]
+    lse = first.new_empty((queries, *lead))
+    rstd, weights = first.new_empty((*lead, count)), first.new_empty((*lead, queries, count))
+    call = getattr(library(), f"attend_forward_{DTYPES[first.dtype]}")
+    call(
+        ctypes.c_int64(lead.numel()),
+        ctypes.c_int64(dim),
+        count,
+        queries,
+        pointers(sources),
+        pointer(folded),
+        None if prior is None else pointers([prior]),
+        pointer(prior_lse),
+        ctypes.c_double(eps),
+        ctypes.c_double(scale),
+        int(normalize),
+        pointers(h),
+        pointer(lse),
+        pointer(rstd),
+        pointer(weights),
+        torch.get_num_threads(),
+    )
+    return h, lse, rstd, weights
+
+
+def backward(
+    sources: Sequence[Tensor],
+    folded: Tensor,
+    h: Tensor | None,
+    prior_lse: Tensor | None,
+    rstd: Tensor,
+    weights: Tensor,
+    lse: Tensor,
+    grad_h: Sequence[Tensor | None],
+    grad_lse: Sequence[Tensor | None],
+    *,
+    normalize: bool,
+    scale: float,
+) -> tuple[list[Tensor], Tensor, Tensor | None, Tensor | None]:
+    """Gradients of the sources, of the folded queries, of the prior's mixture and of its log-sum-exp."""
+    first, (queries, dim), count = sources[0], folded.shape, len(sources)
+    threads = torch.get_num_threads()
+    grads = [torch.empty_like(v) for v in sources]
+    parts = folded.new_zeros((threads, queries, dim))
+    grad_prior = None if prior_lse is None else torch.empty_like(first)
+    grad_prior_lse = None if prior_lse is None else torch.empty_like(prior_lse)
+    call = getattr(library(), f"attend_backward_{DTYPES[first.dtype]}")
+    call(
+        ctypes.c_int64(first.shape[:-1].numel()),
+        ctypes.c_int64(dim),
+        count,
+        queries,
+        pointers(sources),
+        pointer(folded),
+        None if h is None else pointers([h]),
+        pointer(prior_lse),
+        ctypes.c_double(scale),
+        int(normalize),
+        pointer(rstd),
+        pointer(weights),
+        pointer(lse),
+        pointers(grad_h),
+        pointers(grad_lse),
+        pointers(grads),
+        pointer(parts),
+        None if grad_prior is None else pointers([grad_prior]),
+        pointer(grad_prior_lse),
+        threads,
+    )
+    return grads, parts.sum(0), grad_prior, grad_prior_lse
