@@ -142,6 +142,17 @@ def test_sinkhorn_survives_columns_that_underflow() -> None:
     assert torch.allclose(out, torch.full((2, 2), 0.5))
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+def test_sinkhorn_keeps_its_input_alone_and_has_two_derivatives(eps: float) -> None:
+    logits = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        dm.ops.sinkhorn(logits, 20, eps)
+    assert len(kept) == 1
+    assert torch.autograd.gradcheck(lambda x: dm.ops.sinkhorn(x, 5, eps), logits)
+    assert torch.autograd.gradgradcheck(lambda x: dm.ops.sinkhorn(x, 5, eps), logits)
+
+
 def test_the_feature_map_is_positive_wherever_it_can_be() -> None:
     x = torch.tensor([-80.0, -20.0, -10.0, 0.0, 3.0])
     assert (dm.ops.elu1(x) > 0).all()

@@ -10,10 +10,15 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run a verb; wrong input ends with its message and exit code 2."""
     import tyro
 
+    from depthmix.cli import bench, show, verify
     from depthmix.cli import list as list_verb
-    from depthmix.cli import show, verify
 
-    verbs: dict[str, Callable[..., int]] = {"list": list_verb.run, "show": show.run, "verify": verify.run}
+    verbs: dict[str, Callable[..., int]] = {
+        "list": list_verb.run,
+        "show": show.run,
+        "verify": verify.run,
+        "bench": bench.run,
+    }
     try:
         code: int | None = tyro.extras.subcommand_cli_from_dict(
             verbs,

@@ -13,11 +13,11 @@ from depthmix.ops.reference import (
     read_streams,
     rms_norm,
     scores,
-    sinkhorn,
     weighted_sum,
     wide,
     write_streams,
 )
+from depthmix.ops.sinkhorn import sinkhorn
 
 __all__ = [
     "accumulator",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from depthmix.ops import closed, native, reference
-from depthmix.ops.backend import backend_for, chosen
+from depthmix.ops.backend import backend_for, chosen, traced_by_torch
 
 
 def attend(
@@ -81,15 +81,6 @@ def mixtures(
     out = Attend.apply(normalize, eps, scale, folded.contiguous(), h, lse, *sources)
     queries = folded.shape[0]
     return out[:queries], out[queries:]
-
-
-def traced_by_torch() -> bool:
-    """Compilers and functional transforms want plain operations: they make backward passes of their own."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
-    )
 
 
 class Attend(torch.autograd.Function):

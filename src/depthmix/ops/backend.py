@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from depthmix.ops import closed, native
@@ -37,6 +38,15 @@ def using(backend: Backend) -> Iterator[None]:
 
 def chosen() -> Backend:
     return _chosen.get()
+
+
+def traced_by_torch() -> bool:
+    """Compilers and functional transforms want plain operations: they make backward passes of their own."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def backend_for(tensors: Sequence[Tensor]) -> ModuleType:
