@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
 import pytest
+import torch
 
 from depthmix.bench import Ratio, Size, kept_bytes_per_token, measure, ratio
 from depthmix.bench.step import CONTROL
@@ -47,6 +49,16 @@ def test_block_attnres_keeps_one_vector_a_sublayer_more_than_the_residual() -> N
     size = Size(dim=64, depth=24, hidden=64, tokens=64)
     extra = kept_bytes_per_token("block_attnres", {"num_blocks": 8}, size) - kept_bytes_per_token("residual", {}, size)
     assert 0 < extra <= (size.depth + 2) * size.dim * 4 + 64 * size.depth
+
+
+def test_measuring_memory_leaves_none_behind() -> None:
+    size = Size(dim=64, depth=6, hidden=64, tokens=64)
+    alive = []
+    for _ in range(3):
+        kept_bytes_per_token("block_attnres", {}, size)
+        gc.collect()
+        alive.append(sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()))
+    assert alive[1] == alive[2]
 
 
 def test_the_command_prints_figures_with_their_machine(capsys: pytest.CaptureFixture[str]) -> None:

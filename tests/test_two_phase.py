@@ -199,10 +199,10 @@ def kept_bytes_per_token(model: nn.Module, x: Tensor, **options: Any) -> float:
     own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {x.untyped_storage().data_ptr()}
 
     def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            storages[storage.data_ptr()] = tensor
-        return tensor
+        held = tensor.detach()  # an output that holds its own graph would never be freed
+        if held.untyped_storage().data_ptr() not in own:
+            storages[held.untyped_storage().data_ptr()] = held
+        return held
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = model(x, **options)

@@ -71,10 +71,10 @@ def kept_bytes_per_token(name: str, options: Mapping[str, Any], size: Size) -> f
     storages: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        where = tensor.untyped_storage().data_ptr()
-        if where not in own:
-            storages[where] = tensor
-        return tensor
+        held = tensor.detach()  # an output that holds its own graph would never be freed
+        if held.untyped_storage().data_ptr() not in own:
+            storages[held.untyped_storage().data_ptr()] = held
+        return held
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         out = model(x)

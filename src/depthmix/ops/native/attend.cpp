@@ -24,6 +24,8 @@
 
 namespace {
 
+constexpr int64_t CHUNK = 4;
+
 template <typename F> void over_tokens(int64_t tokens, int threads, F body) {
     threads = (int)std::max<int64_t>(1, std::min<int64_t>(threads, tokens));
     if (threads == 1) return body(0, (int64_t)0, tokens);
@@ -59,27 +61,31 @@ void forward(int64_t tokens, int64_t D, int S, int Q, const T *const *v, const T
              const T *prior_lse, double eps, double scale, int normalize, T *const *h, T *lse, T *rstd, T *weight,
              int threads) {
     over_tokens(tokens, threads, [=](int, int64_t from, int64_t to) {
-        for (int64_t t = from; t < to; ++t) {
-            T *r = rstd + t * S, *a = weight + t * Q * S;
-            for (int s = 0; s < S; ++s) {
-                const T *x = v[s] + t * D;
-                r[s] = normalize ? inverse_rms(x, D, eps) : (T)1;
-                for (int q = 0; q < Q; ++q) a[q * S + s] = (T)scale * (r[s] * dot(x, c + q * D, D));
-            }
-            for (int q = 0; q < Q; ++q) {
-                T *w = a + q * S;
-                T top = prior ? prior_lse[q * tokens + t] : -std::numeric_limits<T>::infinity();
-                for (int s = 0; s < S; ++s) top = std::max(top, w[s]);
-                T own = prior ? std::exp(prior_lse[q * tokens + t] - top) : (T)0, sum = own;
-                for (int s = 0; s < S; ++s) sum += (w[s] = std::exp(w[s] - top));
-                for (int s = 0; s < S; ++s) w[s] /= sum;
-                lse[q * tokens + t] = top + std::log(sum);
-                T *out = h[q] + t * D;
-                const T *first = prior ? prior[q] + t * D : v[0] + t * D;
-                const T w0 = prior ? own / sum : w[0];
-                for (int64_t i = 0; i < D; ++i) out[i] = w0 * first[i];
-                for (int s = prior ? 0 : 1; s < S; ++s) add_scaled(out, v[s] + t * D, w[s], D);
-            }
+        // A few tokens of a source in a row: one row alone is a page, and prefetching stops at its end.
+        for (int64_t begin = from; begin < to; begin += CHUNK) {
+            const int64_t end = std::min(to, begin + CHUNK);
+            for (int s = 0; s < S; ++s)
+                for (int64_t t = begin; t < end; ++t) {
+                    const T *x = v[s] + t * D;
+                    const T r = normalize ? inverse_rms(x, D, eps) : (T)1;
+                    rstd[t * S + s] = r;
+                    for (int q = 0; q < Q; ++q) weight[(t * Q + q) * S + s] = (T)scale * (r * dot(x, c + q * D, D));
+                }
+            for (int64_t t = begin; t < end; ++t)
+                for (int q = 0; q < Q; ++q) {
+                    T *w = weight + (t * Q + q) * S;
+                    T top = prior ? prior_lse[q * tokens + t] : -std::numeric_limits<T>::infinity();
+                    for (int s = 0; s < S; ++s) top = std::max(top, w[s]);
+                    T own = prior ? std::exp(prior_lse[q * tokens + t] - top) : (T)0, sum = own;
+                    for (int s = 0; s < S; ++s) sum += (w[s] = std::exp(w[s] - top));
+                    for (int s = 0; s < S; ++s) w[s] /= sum;
+                    lse[q * tokens + t] = top + std::log(sum);
+                    T *out = h[q] + t * D;
+                    const T *first = prior ? prior[q] + t * D : v[0] + t * D;
+                    const T w0 = prior ? own / sum : w[0];
+                    for (int64_t i = 0; i < D; ++i) out[i] = w0 * first[i];
+                    for (int s = prior ? 0 : 1; s < S; ++s) add_scaled(out, v[s] + t * D, w[s], D);
+                }
         }
     });
 }
