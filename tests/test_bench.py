@@ -68,6 +68,8 @@ def test_the_command_prints_figures_with_their_machine(capsys: pytest.CaptureFix
     assert parts == {"read", "growth", "step", "forward", "memory"}
     assert {"machine", "reads", "size", "rounds", "command"} <= set(report)
     assert all(row["figure"] > 0 for row in report["rows"])
+    judged = {row["part"] for row in report["rows"] if row["verdict"]}
+    assert judged <= {"memory"}, "small sizes say nothing about speed"
 
 
 def test_no_figure_while_a_mechanism_is_red(

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import depthmix as dm
 from depthmix import ops
 from depthmix.analysis.invariants import Probe, make_probe
+from depthmix.bench.step import kept_bytes
 from depthmix.ops import closed, native
 
 BACKENDS = [
@@ -193,31 +194,13 @@ class Block(nn.Module):
         return state[: self.depth.spec(hi).essential]
 
 
-def kept_bytes_per_token(model: nn.Module, x: Tensor, **options: Any) -> float:
-    """Bytes of all storages that the graph holds, each counted once, parameters and the input left out."""
-    storages: dict[int, Tensor] = {}
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {x.untyped_storage().data_ptr()}
-
-    def pack(tensor: Tensor) -> Tensor:
-        held = tensor.detach()  # an output that holds its own graph would never be freed
-        if held.untyped_storage().data_ptr() not in own:
-            storages[held.untyped_storage().data_ptr()] = held
-        return held
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = model(x, **options)
-    kept = sum(t.untyped_storage().nbytes() for t in storages.values())
-    del out
-    return kept / x[..., 0].numel()
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_graph_keeps_one_vector_a_sublayer_beyond_the_residual(backend: str) -> None:
     dim, depth = 64, 24
     x = torch.randn(512, dim, requires_grad=True)
     with ops.using(backend):  # type: ignore[arg-type]
-        ours = kept_bytes_per_token(Block("block_attnres", dim, depth, num_blocks=8), x)
-    plain = kept_bytes_per_token(Block("residual", dim, depth), x)
+        ours = kept_bytes(Block("block_attnres", dim, depth, num_blocks=8), x)
+    plain = kept_bytes(Block("residual", dim, depth), x)
     assert ours - plain <= (depth + 2) * dim * 4 + 64 * depth
 
 
@@ -226,8 +209,8 @@ def test_with_each_block_checkpointed_it_keeps_next_to_nothing_more(backend: str
     dim, depth = 64, 24
     x = torch.randn(512, dim, requires_grad=True)
     with ops.using(backend):  # type: ignore[arg-type]
-        ours = kept_bytes_per_token(Block("block_attnres", dim, depth, num_blocks=8), x, every=3)
-    plain = kept_bytes_per_token(Block("residual", dim, depth), x, every=3)
+        ours = kept_bytes(Block("block_attnres", dim, depth, num_blocks=8), x, every=3)
+    plain = kept_bytes(Block("residual", dim, depth), x, every=3)
     assert ours - plain <= 2 * dim * 4 + 64 * depth
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from depthmix.bench.model import BenchModel, off_their_start
 from depthmix.bench.timing import Ratio, measure, ratio
@@ -64,9 +64,13 @@ def make_forward(run: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], Non
 
 
 def kept_bytes_per_token(name: str, options: Mapping[str, Any], size: Size) -> float:
-    """Bytes of all storages that the graph of a forward holds, each counted once, parameters left out."""
-    model = build(name, options, size)
+    """What the graph of one forward keeps for its backward pass, at this size."""
     x = torch.randn(size.batch, size.tokens, size.dim, requires_grad=True)
+    return kept_bytes(build(name, options, size), x)
+
+
+def kept_bytes(model: nn.Module, x: Tensor, **inputs: Any) -> float:
+    """Bytes a token of the storages that the graph of `model(x)` holds, each counted once; not parameters, not x."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {x.untyped_storage().data_ptr()}
     storages: dict[int, Tensor] = {}
 
@@ -77,7 +81,7 @@ def kept_bytes_per_token(name: str, options: Mapping[str, Any], size: Size) -> f
         return held
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = model(x)
+        out = model(x, **inputs)
     kept = sum(t.untyped_storage().nbytes() for t in storages.values())
     del out
-    return kept / (size.batch * size.tokens)
+    return kept / x[..., 0].numel()

@@ -73,16 +73,18 @@ def run(
     rows: list[Row] = []
     if "read" in parts:
         shape = (9, 256, 128) if quick else (9, 4096, 1024)
-        rows += rows_of("read", bench_read(rounds, *shape, progress("read")), "passes")
+        rows += rows_of("read", bench_read(rounds, *shape, progress("read")), "passes", not quick)
     if "growth" in parts:
         counts = (2, 4) if quick else (8, 16, 32, 64)
         grown = bench_growth(rounds, counts, *((64, 64) if quick else (1024, 768)), progress("growth"))
-        rows += rows_of("growth", {f"{n} sources, time of each": r for n, r in grown.items()}, "×")
+        rows += rows_of("growth", {f"{n} sources, time of each": r for n, r in grown.items()}, "×", not quick)
     if "step" in parts:
         chosen = {name: (name, OPTIONS.get(name, {}) if not quick else {}) for name in names}
         by_step, by_forward = bench_step(chosen, size, rounds=rounds, compiled=compiled, progress=progress("step"))
         how = "compiled step" if compiled else "step"
-        rows += rows_of(how, by_step, "×") + rows_of(how.replace("step", "forward"), by_forward, "×", bounded=False)
+        rows += rows_of(how, by_step, "×", not quick) + rows_of(
+            how.replace("step", "forward"), by_forward, "×", bounded=False
+        )
     if "memory" in parts:
         rows += memory_rows(names, size, quick)
     where = {
