@@ -1,13 +1,17 @@
 """fla-core: `naive_attnres`, the reference beside the kernels of flash-linear-attention.
 
-The schedule of blocks is in the package's models, which need Triton; it is written out in `attnres_reads`.
+The schedule of blocks is in the package's models, which need Triton; it is written out in `attnres_reads`. So does the
+kernel `fused_attnres`, which serves single reads on a GPU: here its signature is read, and the stand-in that takes its
+place in tests of depthmix is compared with `naive_attnres`, fla-core's own reference for it.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ import torch
 from torch import Tensor
 
 import depthmix as dm
+from tests import fla_stand_in
 from tests.conformance.networks import (
     attention,
     attnres_reads,
@@ -30,10 +35,13 @@ SIZES = [((), 2, 2), ((1, 1), 4, 1), ((2, 3), 16, 7), ((5,), 33, 12), ((1, 2, 3)
 OPTIONS = [{}, {"eps": 1e-5}, {"eps": 1e-2, "scale": 0.5}, {"scale": -2.0}]
 
 
+def file_of(name: str) -> Path:
+    return Path(str(importlib.metadata.distribution("fla-core").locate_file(f"fla/ops/attnres/{name}")))
+
+
 def load_naive() -> Any:
     """One file, by its place: `fla.ops` imports every kernel and with them Triton, which a CPU does not have."""
-    path = importlib.metadata.distribution("fla-core").locate_file("fla/ops/attnres/naive.py")
-    spec = importlib.util.spec_from_file_location("_fla_naive_attnres", str(path))
+    spec = importlib.util.spec_from_file_location("_fla_naive_attnres", file_of("naive.py"))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -156,6 +164,35 @@ def test_as_shipped_in_bfloat16_both_compute_in_float32_and_round_once() -> None
     # Sums in another order may fall on the other side of a tie; more than a few in 10,000 would be a second rounding.
     assert (ours != exact.bfloat16()).double().mean() < 5e-4
     assert (theirs != exact.bfloat16()).double().mean() < 5e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_stand_in_of_the_fused_kernel_is_naive_attnres(options: Any, dtype: torch.dtype, agree: Any) -> None:
+    query, key_weight, sources = attention((2, 3), 16, 6)
+    leaves = [t.detach().to(dtype).requires_grad_() for t in (query, key_weight, *sources)]
+    named = {"eps": "rms_eps", "scale": "scale"}
+    given = {named[key]: value for key, value in options.items()}
+    found = [
+        function(leaves[0], leaves[2:], leaves[1], return_weights=True, **given)
+        for function in (fla_stand_in.fused_attnres, naive_attnres)
+    ]
+    assert [t.dtype for t in found[0]] == [t.dtype for t in found[1]]
+    tolerance = {torch.float32: 5e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    what = f"stand-in of the kernel in {str(dtype)[6:]}, as shipped"
+    agree(what, [found[0][0]], [found[1][0]], leaves, tolerance)
+    agree(f"{what}: weights", [found[0][1]], [found[1][1]], tolerance=5e-6)
+
+
+def test_the_stand_in_has_the_signature_of_the_fused_kernel() -> None:
+    def signature(source: str) -> tuple[list[str], list[str]]:
+        functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+        (arguments,) = (node.args for node in functions if node.name == "fused_attnres")
+        assert not arguments.posonlyargs
+        return [a.arg for a in arguments.args], [ast.unparse(d) for d in arguments.defaults]
+
+    theirs, ours = signature(file_of("fused.py").read_text()), signature(inspect.getsource(fla_stand_in))
+    assert ours == theirs
 
 
 def test_defaults_are_the_same() -> None:

@@ -46,13 +46,13 @@ def run(
     work = ((n, o, verify(n, o, dtype=kind, device=device, dim=dim, depth=depth)) for n, o in jobs)
     outcomes = list(work) if json else list(with_progress(work, len(jobs)))
     where = f"{platform.machine()}, torch {torch.__version__}, {dtype} on {device}, D = {dim}, L = {depth}"
-    reads = backend.describe()
+    reads = backend.describe(device, kind)
     if json:
         report = {"where": where, "reads": reads, "checks": [*records(outcomes)]}
         print(json_format.dumps(report, indent=2, ensure_ascii=False))
     else:
         print_table(outcomes, where, checks)
-        print(f"reads of attnres and block_attnres on a CPU: {reads}")
+        print(f"reads of attnres and block_attnres on {device}: {reads}")
     return 0 if all(check.holds for _, _, found in outcomes for check in found) else 1
 
 

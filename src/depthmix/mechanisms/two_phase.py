@@ -74,8 +74,7 @@ class TwoPhaseAttention(SourceAttention):
         if len(derived) % 2:  # cut in the middle of a pair
             derived = ()
         if not derived and (self.settled <= 1 or len(self.readers) <= 1):  # nothing to share
-            (h,), _ = ops.mixtures(sources, self.folded().to(ops.accumulator(sources[0].dtype)), **options)
-            return h, ()
+            return ops.mixture(sources, self.folded().to(ops.accumulator(sources[0].dtype)), **options), ()
         if not derived:
             queries = torch.cat([reader.folded() for reader in self.readers])
             mixed, lse = ops.mixtures(sources[: self.settled], queries.to(ops.accumulator(sources[0].dtype)), **options)

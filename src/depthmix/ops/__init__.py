@@ -1,6 +1,6 @@
 """Pure tensor functions of depth mixing. `depthmix.ops.reference` holds each of them in plain torch."""
 
-from depthmix.ops.attend import attend, check_sources, merge, mixtures
+from depthmix.ops.attend import attend, check_sources, merge, mixture, mixtures
 from depthmix.ops.backend import using
 from depthmix.ops.reference import (
     accumulator,
@@ -30,6 +30,7 @@ __all__ = [
     "linear",
     "merge",
     "mix",
+    "mixture",
     "mixtures",
     "read_streams",
     "rms_norm",

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthmix.ops import closed, native, reference
-from depthmix.ops.backend import backend_for, chosen, traced_by_torch
+from depthmix.ops import closed, fused, native, reference
+from depthmix.ops.backend import backend_for, chosen, takes_fused, traced_by_torch
 
 
 def attend(
@@ -81,6 +81,19 @@ def mixtures(
     out = Attend.apply(normalize, eps, scale, folded.contiguous(), h, lse, *sources)
     queries = folded.shape[0]
     return out[:queries], out[queries:]
+
+
+def mixture(
+    sources: Sequence[Tensor], folded: Tensor, *, normalize: bool = True, eps: float = 1e-6, scale: float = 1.0
+) -> Tensor:
+    """A single read: the mixture of one folded query [1, D], where nobody asks for its log-sum-exp.
+
+    Apart from `mixtures` because a kernel that gives no log-sum-exp can serve it.
+    """
+    if not traced_by_torch() and takes_fused(sources, folded, normalize=normalize):
+        return fused.mixture(sources, folded, eps=eps, scale=scale)
+    (h,), _ = mixtures(sources, folded, normalize=normalize, eps=eps, scale=scale)
+    return h
 
 
 class Attend(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """Which code computes an operation: chosen by the tensors, or forced with `using`.
 
+fused      fla-core's Triton kernel on a GPU, for single reads (float32, bfloat16, float16)
 native     C++ on the CPU, compiled on demand (float32, float64)
 torch      closed forms in torch operations, any device and dtype
 reference  the plain form with torch's own backward; slow, the ground truth
@@ -16,19 +17,20 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from depthmix.ops import closed, native
+from depthmix.ops import closed, fused, native
 
-Backend = Literal["auto", "native", "torch", "reference"]
+Backend = Literal["auto", "fused", "native", "torch", "reference"]
 _chosen: ContextVar[Backend] = ContextVar("depthmix_backend", default="auto")
 
 
 @contextmanager
 def using(backend: Backend) -> Iterator[None]:
-    """Within this block, take one backend and no other; "native" is an error where it cannot serve."""
+    """Within this block, take one backend and no other; "fused" and "native" are errors where they cannot serve."""
     if backend not in get_args(Backend):
         raise ValueError(f"backend={backend!r}; expected one of {', '.join(map(repr, get_args(Backend)))}")
-    if backend == "native" and native.library() is None:
-        raise RuntimeError(f"the native backend is not available: {native.why_not()}")
+    why = native.why_not() if backend == "native" else fused.why_not() if backend == "fused" else ""
+    if why:
+        raise RuntimeError(f"the {backend} backend is not available: {why}")
     token = _chosen.set(backend)
     try:
         yield
@@ -49,11 +51,26 @@ def traced_by_torch() -> bool:
     )
 
 
+def takes_fused(sources: Sequence[Tensor], folded: Tensor, *, normalize: bool) -> bool:
+    """Whether this single read goes to the fused kernel."""
+    if chosen() not in ("auto", "fused"):
+        return False
+    why = fused.obstacle(sources, folded, normalize=normalize)
+    if why and chosen() == "fused":
+        raise RuntimeError(f"the fused backend cannot serve this read: {why}")
+    return not why
+
+
 def backend_for(tensors: Sequence[Tensor]) -> ModuleType:
     """The module whose `forward` and `backward` serve these tensors."""
     choice = chosen()
     if choice == "torch":
         return closed
+    if choice == "fused":
+        raise RuntimeError(
+            "the fused backend serves single reads only (one query, no prior, no log-sum-exp: `ops.mixture`), and this "
+            "read is not one. Leave the choice to 'auto', which takes the fused kernel wherever it fits"
+        )
     if native.fits(tensors) and native.library() is not None:
         return native
     if choice == "native":
@@ -62,8 +79,13 @@ def backend_for(tensors: Sequence[Tensor]) -> ModuleType:
     return closed
 
 
-def describe() -> str:
-    """What `auto` takes on the CPU here, for people to read."""
-    if native.library() is not None:
-        return "native (C++, compiled for this CPU)"
-    return f"torch ({native.why_not()})"
+def describe(device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> str:
+    """What `auto` takes for a stream like this, for people to read."""
+    kind = torch.device(device).type
+    if kind == "cpu":
+        why = native.why_not() or ("" if dtype in native.DTYPES else f"the native kernel does not take {dtype}")
+        return f"torch ({why})" if why else "native (C++, compiled for this CPU)"
+    if kind == "cuda":
+        why = fused.why_not() or fused.unfit(dtype)
+        return f"torch ({why})" if why else "fused (fla-core's Triton kernel) for single reads, torch for the others"
+    return f"torch (there is no kernel for {kind})"

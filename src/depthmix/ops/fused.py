@@ -1,0 +1,85 @@
+"""Single reads on a GPU by the fused Triton kernel of fla-core, where that is installed.
+
+A single read has one query and no prior, and nobody asks for its log-sum-exp: the kernel keeps that to itself. fla-core
+is imported at the first such read on a GPU and nowhere else; where it is absent or broken, `why_not()` says why.
+
+Axes: ... any leading shape, D channel.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MODULE = "fla.ops.attnres"
+INSTALL = "pip install 'depthmix[kernels]'"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # it computes in float32, which would cut float64 short
+MOST_SOURCES = 128  # two tables of pointers, padded to a power of two, go into its backward: 256 would fill CUDA's 4 KB
+
+
+@functools.cache
+def load() -> tuple[Any, str]:
+    """fla-core's function and "", or None and the reason."""
+    try:
+        return importlib.import_module(MODULE).fused_attnres, ""
+    except Exception as error:  # whatever breaks in there (Triton, a driver), the ordinary path serves
+        if isinstance(error, ModuleNotFoundError) and error.name == "fla":
+            return None, f"fla-core is not installed: {INSTALL}"
+        why = f"{type(error).__name__}: {error}"
+        return None, f"fla-core cannot be imported ({why}); its kernel needs Triton, which comes with PyTorch for CUDA"
+
+
+def why_not() -> str:
+    return load()[1]
+
+
+def on_gpu(tensors: Sequence[Tensor]) -> bool:
+    return all(t.is_cuda for t in tensors)
+
+
+def unfit(dtype: torch.dtype) -> str:
+    return "" if dtype in DTYPES else f"fla-core's kernel computes in float32, which is not enough for {dtype}"
+
+
+def obstacle(sources: Sequence[Tensor], folded: Tensor, *, normalize: bool) -> str:
+    """Why the kernel cannot serve this single read; "" where it can."""
+    if not on_gpu([*sources, folded]):
+        return f"it runs on CUDA devices; the sources are on {sources[0].device}, the query on {folded.device}"
+    if why := why_not() or unfit(sources[0].dtype):
+        return why
+    if not normalize:
+        return "it always normalizes keys; normalize=False is for the other backends"
+    if len(sources) > MOST_SOURCES:
+        return f"it takes at most {MOST_SOURCES} sources; got {len(sources)}"
+    if not sources[0].numel():
+        return f"it takes at least one token and one channel; got sources of shape {list(sources[0].shape)}"
+    for s, v in enumerate(sources):
+        if type(v) not in (Tensor, torch.nn.Parameter):
+            return f"it takes plain tensors; sources[{s}] is a {type(v).__name__}"
+        if not v.is_contiguous() or v.data_ptr() % 16:
+            return f"it takes contiguous memory that begins at a multiple of 16 bytes; sources[{s}] does not"
+    return ""
+
+
+def mixture(sources: Sequence[Tensor], folded: Tensor, *, eps: float, scale: float) -> Tensor:
+    """h [..., D] of one folded query [1, D], differentiable once by the kernel's own backward pass."""
+    query = folded[0]
+    ones = torch.ones_like(query)  # the key weight is in the query already: only their product enters the kernel
+    h: Tensor = load()[0](query, tuple(sources), ones, rms_eps=eps, scale=scale)
+    if h.requires_grad:
+        h.register_hook(refuse_second_derivatives)
+    return h
+
+
+def refuse_second_derivatives(grad: Tensor) -> None:
+    """The kernel's backward pass has no graph: a derivative of it would lack terms and not say so."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "second derivatives of a fused read are not there: its kernel has none. "
+            "Run the forward pass within depthmix.ops.using('reference')"
+        )
