@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthmix.ops import closed, fused, native, reference
+from depthmix.ops import closed, fused, native, reference, traced
 from depthmix.ops.backend import backend_for, chosen, takes_fused, traced_by_torch
 
 
@@ -75,7 +75,9 @@ def mixtures(
 
     With one query a prior may join, the result (h, lse) over other sources: phase 2 of the two-phase computation.
     """
-    if traced_by_torch() or chosen() == "reference":
+    if traced_by_torch():
+        return traced.attend(sources, folded, prior, normalize=normalize, eps=eps, scale=scale)
+    if chosen() == "reference":
         return reference.attend(sources, folded, prior, normalize=normalize, eps=eps, scale=scale)
     h, lse = prior or (None, None)
     out = Attend.apply(normalize, eps, scale, folded.contiguous(), h, lse, *sources)

@@ -106,12 +106,18 @@ def attend(
     A prior, for one query, is the result (h, lse) of attending over other sources: it joins as one more source.
     """
     keys = [key_of(v, None, normalize, eps) for v in sources]
-    logits = scale * torch.stack([linear(k, folded) for k in keys], -1)  # [..., Q, S]
+    return join(sources, scale * torch.stack([linear(k, folded) for k in keys], -1), prior)
+
+
+def join(
+    sources: Sequence[Tensor], logits: Tensor, prior: tuple[Tensor, Tensor] | None
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Mixtures and log-sum-exps for logits [..., Q, S], the prior as one more source."""
     if prior is not None:
         sources, logits = [*sources, prior[0]], torch.cat([logits, prior[1][..., None, None]], -1)
     lse = logits.logsumexp(-1)  # [..., Q]
     weights = (logits - lse.unsqueeze(-1)).exp()
-    mixed = tuple(mix(sources, weights[..., q : q + 1, :]) for q in range(folded.shape[0]))
+    mixed = tuple(mix(sources, weights[..., q : q + 1, :]) for q in range(logits.shape[-2]))
     return mixed, lse.unbind(-1)
 
 
