@@ -14,6 +14,7 @@ from depthmix.bench.timing import MARGIN
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # told apart by everyone
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+WAYS = (FORWARD, BOTH)
 BOUND = {"color": "0.25", "linestyle": "--", "linewidth": 1.2}
 
 
@@ -44,10 +45,12 @@ def draw_read(report: Report) -> Any:
     figure, axis = labelled(series, title, "time in passes over the sources (log scale; less is better)")
     axis.set_xscale("log")
     axis.axvline(1, color="0.6", linewidth=1)
+    low, high = axis.get_xlim()
+    ticks = [t for t in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000) if low <= t <= high]
+    axis.set_xticks(ticks, [str(t) for t in ticks])
+    axis.minorticks_off()
+    legend_below(figure, axis)
     return figure
-
-
-WAYS = (FORWARD, BOTH)
 
 
 def draw_step(report: Report) -> Any:
@@ -58,9 +61,9 @@ def draw_step(report: Report) -> Any:
     size = report.sizes["step"]
     title = f"A network of {size['depth']} sublayers, D = {size['dim']}, {size['tokens']} tokens"
     figure, axis = labelled(series, title, "time over the plain residual's (less is better)")
-    axis.axvspan(1 - MARGIN, 1 + MARGIN, color="0.9", zorder=0, label=f"±{MARGIN} for the control ({CONTROL})")
+    axis.axvspan(1 - MARGIN, 1 + MARGIN, color="0.9", zorder=0, label=f"±{MARGIN}: where {CONTROL} must lie")
     axis.axvline(1, color="0.6", linewidth=1)
-    axis.legend(fontsize=8)
+    legend_below(figure, axis)
     return figure
 
 
@@ -77,8 +80,8 @@ def labelled(series: dict[str, dict[str, Row]], title: str, unit: str) -> tuple[
         points(axis, [*rows.values()], at, k, label)
         for row, y in zip(rows.values(), at, strict=True):
             if row.bound is not None:
-                label = "" if bounded else "aimed at: at most"
-                axis.vlines(row.bound, y - height / 2, y + height / 2, **BOUND, label=label)
+                told = "" if bounded else "aimed at: at most"
+                axis.vlines(row.bound, y - height / 2, y + height / 2, **BOUND, label=told)
                 bounded = True
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.4, -0.6)
@@ -86,8 +89,12 @@ def labelled(series: dict[str, dict[str, Row]], title: str, unit: str) -> tuple[
     axis.set_title(title, fontsize=11)
     axis.grid(axis="x", color="0.92")
     axis.set_axisbelow(True)
-    axis.legend(fontsize=8)
     return figure, axis
+
+
+def legend_below(figure: Any, axis: Any) -> None:
+    """Outside the axes: inside it would lie on the points."""
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
 
 
 def points(axis: Any, rows: Sequence[Row], at: Sequence[float], k: int, label: str) -> None:
@@ -116,7 +123,7 @@ def draw_memory(report: Report) -> Any:
         for y, row in enumerate(rows):
             if row.bound is not None:
                 axis.vlines(row.bound * scale, y - 0.45, y + 0.45, **BOUND, label="aimed at: at most")
-                axis.legend(fontsize=8)
+                legend_below(figure, axis)
         axis.invert_yaxis()
         axis.set_xlabel(unit)
         axis.grid(axis="x", color="0.92")

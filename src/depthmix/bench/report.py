@@ -28,7 +28,7 @@ class Row:
     verdict: str = ""
     at: int | None = None
     note: str = ""
-    samples: Samples = ()  # paired ratios, one list a process
+    samples: list[list[float]] = field(default_factory=list)  # paired ratios, one list a process
 
 
 @dataclass(frozen=True, kw_only=True)

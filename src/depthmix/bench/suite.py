@@ -13,7 +13,7 @@ from depthmix.bench.memory import UNAVAILABLE
 from depthmix.bench.model import Size, options_for, size_for
 from depthmix.bench.peers import installed
 from depthmix.bench.processes import Job, merged, run_jobs
-from depthmix.bench.read import BOTH, FORWARD
+from depthmix.bench.read import FORWARD
 from depthmix.bench.report import BASELINE, Report, Row, ratio_rows
 from depthmix.ops import backend
 
@@ -168,7 +168,7 @@ def as_ratio(row: Row) -> Row:
 def notes_of(part: str, settings: Settings) -> dict[str, str]:
     """What must be known of a variant to read its figure."""
     if part == "read":
-        return {f"{k}, {way}": peer.note for k, (peer, _) in installed()[0].items() for way in (FORWARD, BOTH)}
+        return {f"{label}, {FORWARD}": peer.note for label, (peer, _) in installed()[0].items()}
     if part.endswith(("step", "forward")):
         given = {name: options_for(name, settings.sizes.step.depth) for name in settings.mixers}
         return {name: " ".join(f"{k}={v}" for k, v in options.items()) for name, options in given.items()}
