@@ -106,7 +106,7 @@ def test_the_pooled_control_decides_whether_anything_is_decided(control: list[fl
 
 def test_the_control_is_the_residual_itself_and_all_share_their_sublayers() -> None:
     steps, forwards = variants({"block_attnres": {}, "mhc": {}}, SMALL)
-    assert set(steps) == {"residual", "block_attnres", "mhc", CONTROL}
+    assert list(steps) == ["residual", "block_attnres", CONTROL, "mhc"], "the control is not its own neighbour"
     assert steps[CONTROL] is steps["residual"]
     assert forwards[CONTROL] is forwards["residual"]
     plain = build("residual", {}, SMALL)
@@ -161,6 +161,8 @@ def test_every_timed_part_is_repeated_in_every_process_and_compiled_only_where_a
     assert labels() == ["read", "step", "sources", "depth", "width"]
     assert labels(parts=("step",), compiled=True) == ["step", "compiled step"]
     assert labels(parts=("memory",)) == []
+    with pytest.raises(ValueError, match="expected others than residual"):
+        Settings(mixers=("residual",))
     with pytest.raises(ValueError, match="processes=0; expected at least 1"):
         Settings(mixers=("mhc",), processes=0)
 
@@ -274,7 +276,7 @@ def test_the_page_and_the_figures_are_made_from_a_saved_result_without_measuring
     assert "| ops.attend, forward | 2.650 passes | 2.550 – 2.750 | 3 | holds |" in text
     assert "| attnres | 1.350 × | 1.300 – 1.400 | 1.12 | fails |" in text
     assert "| 64 sources, time of each | 1.150 × | 1.100 – 1.200 | 1.15 | undecided |" in text
-    assert "| block_attnres | 90 bytes a token | 2,432 | holds |" in text
+    assert "| block_attnres | 90 bytes a token | 2,432 | holds | 0.4 widths D |" in text
     assert "| attnres, depth 64 |" in text
     assert "](../images/growth.png)" in text
     assert "2.650 passes" in capsys.readouterr().out

@@ -38,6 +38,8 @@ def peak_bytes(model: BenchModel, x: Tensor) -> float | None:
 
     Gradients are part of it: the same for every mechanism but for its own few parameters.
     """
+    if not CLEAR.exists():
+        return None
     model.zero_grad(set_to_none=True)
     gc.collect()
     try:

@@ -63,6 +63,8 @@ class Settings:
         for name in ("rounds", "processes"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name}={value}; expected at least 1")
+        if BASELINE in self.mixers:
+            raise ValueError(f"mixers={self.mixers}; expected others than {BASELINE}, which always takes part")
 
     @property
     def sizes(self) -> Sizes:
@@ -184,7 +186,8 @@ def memory_rows(found: Mapping[str, Mapping[str, float | None]], size: Size) -> 
             bound = float((size.depth + 2) * size.dim * 4 + 64 * size.depth) if name == "block_attnres" else None
             verdict = "" if bound is None else "holds" if extra <= bound else "fails"
             unit = "bytes a token"
-            kept.append(Row(part="kept", what=name, figure=extra, unit=unit, bound=bound, verdict=verdict))
+            note = f"{extra / (4 * size.dim):.1f} widths D"
+            kept.append(Row(part="kept", what=name, figure=extra, unit=unit, bound=bound, verdict=verdict, note=note))
         high, plain = figures["peak"], found[BASELINE]["peak"]
         note = UNAVAILABLE if high is None else ""
         peak.append(Row(part="peak", what=name, figure=None if high is None else high / 1e6, unit="MB", note=note))
