@@ -12,7 +12,7 @@ help:
 	@echo "make demo         heat maps of M for every mechanism, under out/"
 	@echo "make test         linters, types and all tests (a few minutes on two cores)"
 	@echo "make conformance  compare with public implementations from PyPI"
-	@echo "make bench        measure speed and memory beside other implementations; writes docs/results/speed.md (hours)"
+	@echo "make bench        measure speed and memory beside other implementations; writes docs/results/speed.md (over an hour)"
 	@echo "make docs         build the documentation into site/"
 	@echo "make clean        remove everything that was built"
 

@@ -104,6 +104,15 @@ def test_the_pooled_control_decides_whether_anything_is_decided(control: list[fl
     assert rows["highway"].verdict == "", "without a bound there is nothing to judge"
 
 
+def test_a_few_rounds_of_one_process_decide_nothing() -> None:
+    def verdict(samples: list[list[float]]) -> str:
+        return ratio_rows("step", {"mhc": samples}, bounds={"mhc": 1.4})[0].verdict
+
+    assert verdict([[1.2] * 5]) == "undecided (too few rounds)"
+    assert verdict([[1.2] * 6]) == "holds"
+    assert verdict([[1.2] * 5, [1.2] * 5]) == "holds"
+
+
 def test_the_control_is_the_residual_itself_and_all_share_their_sublayers() -> None:
     steps, forwards = variants({"block_attnres": {}, "mhc": {}}, SMALL)
     assert list(steps) == ["residual", "block_attnres", CONTROL, "mhc"], "the control is not its own neighbour"
@@ -276,7 +285,7 @@ def test_the_page_and_the_figures_are_made_from_a_saved_result_without_measuring
     assert "| ops.attend, forward | 2.650 passes | 2.550 – 2.750 | 3 | holds |" in text
     assert "| attnres | 1.350 × | 1.300 – 1.400 | 1.12 | fails |" in text
     assert "| 64 sources, time of each | 1.150 × | 1.100 – 1.200 | 1.15 | undecided |" in text
-    assert "| block_attnres | 90 bytes a token | 2,432 | holds | 0.4 widths D |" in text
+    assert "| block_attnres | 90 bytes/token | 2,432 | holds | 0.4 widths D |" in text
     assert "| attnres, depth 64 |" in text
     assert "](../images/growth.png)" in text
     assert "2.650 passes" in capsys.readouterr().out

@@ -133,4 +133,4 @@ def interval_text(row: Row) -> str:
 
 
 def number(value: float, unit: str) -> str:
-    return f"{value:,.0f}" if unit in ("bytes a token", "MB") else f"{value:.3f}" if value < 10 else f"{value:.1f}"
+    return f"{value:,.0f}" if unit in ("bytes/token", "MB") else f"{value:.3f}" if value < 10 else f"{value:.1f}"

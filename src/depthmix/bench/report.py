@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from depthmix.bench.timing import MARGIN, Ratio, Samples, pool
+from depthmix.bench.timing import FEWEST, MARGIN, Ratio, Samples, pool
 
 BASELINE, CONTROL = "residual", "residual again"
 
@@ -88,7 +88,6 @@ def ratio_rows(
 ) -> list[Row]:
     """Rows of a timed part, judged: against its bound, and not at all where the control differs from itself."""
     pooled = {what: pool(samples) for what, samples in found.items()}
-    shaky = not control_holds(pooled)
     rows = []
     for what, r in pooled.items():
         bound = (bounds or {}).get(what)
@@ -101,13 +100,20 @@ def ratio_rows(
                 high=r.high,
                 unit=unit,
                 bound=bound,
-                verdict="" if bound is None else "undecided (control)" if shaky else r.verdict(bound),
+                verdict="" if bound is None else why_undecided(pooled, found[what]) or r.verdict(bound),
                 at=at,
                 note=(notes or {}).get(what, ""),
                 samples=[[round(value, 4) for value in each] for each in found[what]],
             )
         )
     return rows
+
+
+def why_undecided(pooled: Mapping[str, Ratio], samples: Samples) -> str:
+    """Whatever the figure: where it cannot be trusted, or where its interval is none."""
+    if not control_holds(pooled):
+        return "undecided (control)"
+    return "undecided (too few rounds)" if len(samples) == 1 and len(samples[0]) < FEWEST else ""
 
 
 def control_holds(pooled: Mapping[str, Ratio]) -> bool:

@@ -112,7 +112,7 @@ def timed_jobs(settings: Settings) -> list[Job]:
         add("step", "step:run", seconds, mixers=with_options(settings.mixers), size=sizes.step, rounds=rounds)
         if settings.compiled:
             mixers = with_options(settings.focus)
-            add("compiled step", "step:run", 400, mixers=mixers, size=sizes.step, rounds=rounds, compiled=True)
+            add("compiled step", "step:run", 700, mixers=mixers, size=sizes.step, rounds=rounds, compiled=True)
     if "growth" in settings.parts:
         add("sources", "growth:run_sources", 60, rounds=rounds, **sizes.sources)
         for axis in ("depth", "width"):
@@ -129,7 +129,7 @@ def memory_jobs(settings: Settings) -> list[Job]:
             label=f"memory of {name}",
             target="depthmix.bench.memory:run",
             arguments={"mixer": name, "options": options_for(name, size.depth), "size": asdict(size)},
-            seconds=4.0 if settings.quick else 12.0,
+            seconds=4.0 if settings.quick else 18.0,
         )
         for name in (BASELINE, *settings.mixers)
     ]
@@ -185,7 +185,7 @@ def memory_rows(found: Mapping[str, Mapping[str, float | None]], size: Size) -> 
         if name != BASELINE:
             bound = float((size.depth + 2) * size.dim * 4 + 64 * size.depth) if name == "block_attnres" else None
             verdict = "" if bound is None else "holds" if extra <= bound else "fails"
-            unit = "bytes a token"
+            unit = "bytes/token"
             note = f"{extra / (4 * size.dim):.1f} widths D"
             kept.append(Row(part="kept", what=name, figure=extra, unit=unit, bound=bound, verdict=verdict, note=note))
         high, plain = figures["peak"], found[BASELINE]["peak"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import comb
 
 MARGIN = 0.03  # where the control differs from itself by more, nothing is decided
+FEWEST = 6  # rounds of one process whose smallest and largest hold the median with 95 % confidence
 Samples = Sequence[Sequence[float]]  # the paired ratios of each process
 
 
@@ -73,7 +74,7 @@ def pool(samples: Samples) -> Ratio:
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """The narrowest pair of order statistics, as far from both ends, that holds the median with this confidence.
 
-    Below 6 rounds no pair does; then it is the smallest and the largest.
+    Below `FEWEST` rounds no pair does; then it is the smallest and the largest.
     """
     ordered, n = sorted(values), len(values)
     outside, k = 0.0, 0

@@ -53,8 +53,9 @@ def run(
     process a mechanism. growth: the read against the number of sources, the step against depth and width.
 
     Variants take turns in rotating order within a process; a figure is the median of the medians of several processes,
-    its interval goes from the smallest to the largest. A bound inside the interval, or a residual that differs from
-    itself by more than 0.03, leaves the verdict undecided. Nothing is measured while `depthmix verify` is red.
+    its interval goes from the smallest to the largest. A bound inside the interval, a residual that differs from
+    itself by more than 0.03, or fewer than 6 rounds of a single process leave the verdict undecided. Nothing is
+    measured while `depthmix verify` is red.
 
     A full run takes about an hour on two cores, --compiled some minutes more for each network; --quick takes under a
     minute. Progress goes to stderr.
@@ -132,7 +133,7 @@ def print_table(report: Report) -> None:
     console = Console(highlight=False)
     table = Table(title="What reading over depth costs", title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("", "figure", "interval", "at most", "verdict"):
-        table.add_column(heading, overflow="fold", no_wrap=heading in ("figure", "interval"))
+        table.add_column(heading, overflow="fold", min_width={"": 22, "verdict": 11}.get(heading))
     for part in dict.fromkeys(row.part for row in report.rows):
         table.add_section()
         table.add_row(f"[bold]{part}[/bold]")
