@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 # bf16 products end in an illegal instruction on CPUs that advertise AMX without its tile palette.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test lint docs conformance clean help
+.PHONY: demo test lint docs conformance bench clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo         heat maps of M for every mechanism, under out/"
 	@echo "make test         linters, types and all tests (a few minutes on two cores)"
 	@echo "make conformance  compare with public implementations from PyPI"
+	@echo "make bench        measure speed and memory beside other implementations; writes docs/results/speed.md (over an hour)"
 	@echo "make docs         build the documentation into site/"
 	@echo "make clean        remove everything that was built"
 
@@ -55,8 +56,19 @@ conformance: $(PEERS)/installed
 	$(PEERS)/bin/python -m pytest --confcutdir=tests/conformance tests/conformance $(ARGS) || { \
 	  [ $$? = 5 ] && echo "nothing was compared: no test was collected; is every implementation importable?"; exit 1; }
 
+# The whole page of results from one run; ARGS="--quick" for a trial.
+BENCH := .venv-bench
+$(BENCH)/installed: pyproject.toml constraints.txt
+	@$(MAKE) -s VENV=$(BENCH) $(BENCH)/pip
+	$(BENCH)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	touch $@
+
+bench: $(BENCH)/installed compiler
+	$(BENCH)/bin/depthmix bench --compiled --output docs/results/speed.json --figures docs/images/speed \
+	  --markdown docs/results/speed.md $(ARGS)
+
 docs: $(VENV)/dev
 	$(BIN)/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) .venv-conformance build dist site out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-conformance .venv-bench build dist site out .pytest_cache .mypy_cache .ruff_cache .hypothesis

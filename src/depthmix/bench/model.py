@@ -5,12 +5,23 @@ Axes: B batch, T token, D channel, H head.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from depthmix.mechanisms import DepthStack
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    dim: int = 768
+    depth: int = 24
+    hidden: int = 2048
+    tokens: int = 1024
+    batch: int = 1
 
 
 class Attention(nn.Module):
@@ -42,13 +53,17 @@ class SwiGLU(nn.Module):
 
 
 class BenchModel(nn.Module):
-    """Attention and SwiGLU in turn, mixed by any mechanism."""
+    """Attention and SwiGLU in turn, mixed by any mechanism; `sublayers` may be those of another one."""
 
-    def __init__(self, name: str, *, dim: int, depth: int, hidden: int, **options: Any) -> None:
+    def __init__(
+        self, name: str, size: Size, options: Mapping[str, Any] | None = None, sublayers: nn.ModuleList | None = None
+    ) -> None:
         super().__init__()
-        self.depth = DepthStack(name, dim=dim, depth=depth, **options)
-        self.sublayers = nn.ModuleList(Attention(dim) if i % 2 == 0 else SwiGLU(dim, hidden) for i in range(depth))
-        self.norm = nn.RMSNorm(dim, eps=1e-6)
+        self.depth = DepthStack(name, dim=size.dim, depth=size.depth, **(options or {}))
+        self.sublayers = sublayers or nn.ModuleList(
+            Attention(size.dim) if i % 2 == 0 else SwiGLU(size.dim, size.hidden) for i in range(size.depth)
+        )
+        self.norm = nn.RMSNorm(size.dim, eps=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
         state = self.depth.begin(x)
@@ -57,16 +72,29 @@ class BenchModel(nn.Module):
             state = mixer.write(state, carry, sublayer(h))
         return self.norm(self.depth.end(state))
 
-    def step(self, x: Tensor) -> None:
-        """Forward and backward, without an optimiser."""
-        self.zero_grad(set_to_none=True)
-        self(x).square().mean().backward()
 
-
-def off_their_start(model: BenchModel, seed: int = 0) -> BenchModel:
-    """Parameters of the mechanism moved, so that no product with a zero flatters it."""
+def build(
+    name: str, options: Mapping[str, Any], size: Size, sublayers: nn.ModuleList | None = None, seed: int = 0
+) -> BenchModel:
+    """Parameters of the mechanism are moved off their start, so that no product with a zero flatters it."""
+    torch.manual_seed(seed)
+    model = BenchModel(name, size, options, sublayers)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.depth.parameters():
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+def tokens_for(size: Size) -> Tensor:
+    return torch.randn(size.batch, size.tokens, size.dim, generator=torch.Generator().manual_seed(0))
+
+
+def options_for(name: str, depth: int) -> dict[str, Any]:
+    """Options with which a mechanism is timed: its defaults, but 8 blocks as in the paper's models."""
+    return {"num_blocks": min(8, depth)} if name == "block_attnres" else {}
+
+
+def size_for(dim: int, depth: int, tokens: int) -> Size:
+    """With the usual width of a SwiGLU: 8/3 of the stream's, in whole 64s."""
+    return Size(dim=dim, depth=depth, hidden=-(-dim * 8 // 3 // 64) * 64, tokens=tokens)

@@ -1,9 +1,10 @@
-"""One read over depth, in units of one pass over its sources; and how it grows with their number."""
+"""One read over depth, in units of one pass over its sources.
+
+Axes: T token, D channel. A source is [T, D].
+"""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,14 +12,31 @@ import torch
 from torch import Tensor
 
 from depthmix import ops
-from depthmix.bench.timing import Ratio, measure, ratio
+from depthmix.bench.peers import Reader, installed
+from depthmix.bench.processes import progress
+from depthmix.bench.timing import measure, paired
+
+FORWARD, BOTH = "forward", "forward and backward"
+OURS, NAIVE = "ops.attend", "fla-core naive"
+
+
+def run(rounds: int, sources: int, tokens: int, dim: int) -> dict[str, dict[str, list[float]]]:
+    """Ratios of each variant to one pass over the sources, round by round."""
+    everyone = readers()
+    for name, read in everyone.items():
+        check_same_work(name, read)
+    times = measure(read_variants(everyone, sources, tokens, dim), rounds=rounds, warmup=2, progress=progress("read"))
+    found = {name: paired(times, name, "pass") for name in times if name != "pass"}
+    if NAIVE in everyone:
+        found[f"{OURS} against {NAIVE}, {BOTH}"] = paired(times, f"{OURS}, {BOTH}", f"{NAIVE}, {BOTH}")
+    return {"read": found}
 
 
 def sample(sources: int, tokens: int, dim: int) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(tokens, dim, generator=generator) for _ in range(sources)]
     query, gradient = torch.randn(dim, generator=generator) / dim**0.5, torch.randn(tokens, dim, generator=generator)
-    return values, query, torch.ones(dim), gradient
+    return values, query, torch.rand(dim, generator=generator) + 0.5, gradient
 
 
 def one_pass(values: Sequence[Tensor]) -> None:
@@ -27,79 +45,58 @@ def one_pass(values: Sequence[Tensor]) -> None:
         v.sum()
 
 
-def read_variants(sources: int, tokens: int, dim: int) -> dict[str, Callable[[], None]]:
+def read_variants(everyone: dict[str, Reader], sources: int, tokens: int, dim: int) -> dict[str, Callable[[], None]]:
     values, query, weight, gradient = sample(sources, tokens, dim)
     leaves = [t.clone().requires_grad_() for t in (query, weight, *values)]
 
-    def forward(read: Callable[..., Tensor]) -> Callable[[], None]:
+    def forward(read: Reader) -> Callable[[], None]:
         def run() -> None:
             with torch.no_grad():
                 read(values, query, weight)
 
         return run
 
-    def both(read: Callable[..., Tensor]) -> Callable[[], None]:
+    def both(read: Reader) -> Callable[[], None]:
         def run() -> None:
             torch.autograd.grad(read(leaves[2:], leaves[0], leaves[1]), leaves, gradient)
 
         return run
 
     variants: dict[str, Callable[[], None]] = {"pass": lambda: one_pass(values)}
-    for name, read in readers().items():
-        variants[f"{name}, forward"] = forward(read)
-        variants[f"{name}, forward and backward"] = both(read)
+    for name, read in everyone.items():
+        variants[f"{name}, {FORWARD}"] = forward(read)
+        variants[f"{name}, {BOTH}"] = both(read)
     return variants
 
 
-def readers() -> dict[str, Callable[..., Tensor]]:
-    """depthmix, its plain forms, and the peers that are installed."""
-
-    def ours(values: Sequence[Tensor], query: Tensor, weight: Tensor) -> Tensor:
-        h: Tensor = ops.attend(values, query, weight)[0]
-        return h
-
-    def forced(backend: Any) -> Callable[..., Tensor]:
-        def read(values: Sequence[Tensor], query: Tensor, weight: Tensor) -> Tensor:
-            with ops.using(backend):
-                return ours(values, query, weight)
-
-        return read
-
-    found: dict[str, Callable[..., Tensor]] = {"ops.attend": ours, "its torch form": forced("torch")}
-    if (naive := fla_naive()) is not None:
-        found["fla-core naive"] = lambda values, query, weight: naive(query, list(values), weight)
-    return found
+def attend(values: Sequence[Tensor], query: Tensor, weight: Tensor) -> Tensor:
+    h: Tensor = ops.attend(values, query, weight)[0]
+    return h
 
 
-def fla_naive() -> Any:
-    """fla-core's plain function, loaded by itself: its package wants Triton. None where it is not installed."""
-    try:
-        path = importlib.metadata.distribution("fla-core").locate_file("fla/ops/attnres/naive.py")
-        spec = importlib.util.spec_from_file_location("fla_naive_attnres", str(path))
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module.naive_attnres
-    except (importlib.metadata.PackageNotFoundError, ImportError, OSError):
-        return None
+def forced(backend: Any) -> Reader:
+    def read(values: Sequence[Tensor], query: Tensor, weight: Tensor) -> Tensor:
+        with ops.using(backend):
+            return attend(values, query, weight)
+
+    return read
 
 
-def bench_read(rounds: int, sources: int, tokens: int, dim: int, progress: Any) -> dict[str, Ratio]:
-    """Each variant in passes over the sources."""
-    times = measure(read_variants(sources, tokens, dim), rounds=rounds, warmup=2, progress=progress)
-    found = {name: ratio(times, name, "pass") for name in times if name != "pass"}
-    if any(name.startswith("fla-core") for name in times):
-        ours, naive = "ops.attend, forward and backward", "fla-core naive, forward and backward"
-        found["ops.attend against fla-core naive, forward and backward"] = ratio(times, ours, naive)
-    return found
+def readers() -> dict[str, Reader]:
+    """depthmix, its torch form, and the peers that are installed."""
+    return {OURS: attend, "its torch form": forced("torch"), **{k: read for k, (_, read) in installed()[0].items()}}
 
 
-def bench_growth(rounds: int, counts: Sequence[int], tokens: int, dim: int, progress: Any) -> dict[int, Ratio]:
-    """Time of a read for each source, against that with the fewest sources."""
-    variants: dict[str, Callable[[], None]] = {}
-    for count in counts:
-        variants[str(count)] = read_variants(count, tokens, dim)["ops.attend, forward and backward"]
-    times = measure(variants, rounds=rounds, warmup=2, progress=progress)
-    first = counts[0]
-    return {count: ratio(times, str(count), str(first), scale=count / first) for count in counts}
+def check_same_work(name: str, read: Reader) -> None:
+    """Times are compared only where results and gradients agree with the plain form."""
+    values, query, weight, gradient = sample(3, 5, 16)
+
+    def outcome(reader: Reader) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (query, weight, *values)]
+        h = reader(leaves[2:], leaves[0], leaves[1])
+        return [h, *torch.autograd.grad(h, leaves, gradient)]
+
+    for ours, theirs in zip(outcome(forced("reference")), outcome(read), strict=True):
+        if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5):
+            worst = (ours - theirs).abs().max().item()
+            raise ValueError(f"{name} computes something else (off by {worst:.1e}): its time means nothing here")

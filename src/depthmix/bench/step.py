@@ -2,86 +2,94 @@
 
 from __future__ import annotations
 
+import inspect
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from depthmix.bench.model import BenchModel, off_their_start
-from depthmix.bench.timing import Ratio, measure, ratio
+from depthmix.bench.memory import kept_bytes as kept_bytes  # also known by this name
+from depthmix.bench.model import BenchModel, Size, build, tokens_for
+from depthmix.bench.processes import duration, progress, say
+from depthmix.bench.report import BASELINE, CONTROL
+from depthmix.bench.timing import measure, paired
 
-BASELINE, CONTROL = "residual", "residual again"
-
-
-@dataclass(frozen=True)
-class Size:
-    dim: int = 768
-    depth: int = 24
-    hidden: int = 2048
-    tokens: int = 1024
-    batch: int = 1
+Options = Mapping[str, Any]
 
 
-def build(name: str, options: Mapping[str, Any], size: Size) -> BenchModel:
-    torch.manual_seed(0)
-    return off_their_start(BenchModel(name, dim=size.dim, depth=size.depth, hidden=size.hidden, **options))
+def run(
+    mixers: Mapping[str, Options], size: Mapping[str, int], rounds: int, compiled: bool = False
+) -> dict[str, dict[str, list[float]]]:
+    """Ratios of the step and of the forward alone, to those of the residual."""
+    steps, forwards = variants(mixers, Size(**size), compiled)
+    how = "compiled " if compiled else ""
+    return {
+        f"{how}step": ratios(steps, rounds, f"{how}step"),
+        f"{how}forward": ratios(forwards, rounds, f"{how}forward"),
+    }
 
 
-def bench_step(
-    mixers: Mapping[str, tuple[str, Mapping[str, Any]]], size: Size, *, rounds: int, compiled: bool, progress: Any
-) -> tuple[dict[str, Ratio], dict[str, Ratio]]:
-    """Ratios of the step and of the forward alone. The residual runs twice: the control says how far to trust them."""
-    x = torch.randn(size.batch, size.tokens, size.dim, generator=torch.Generator().manual_seed(0))
-    entries = {BASELINE: ("residual", {}), CONTROL: ("residual", {}), **mixers}
+def ratios(timed: Mapping[str, Callable[[], None]], rounds: int, label: str) -> dict[str, list[float]]:
+    times = measure(timed, rounds=rounds, progress=progress(label))
+    shown = [*(name for name in timed if name not in (BASELINE, CONTROL)), CONTROL]
+    return {name: paired(times, name, BASELINE) for name in shown}
+
+
+def variants(
+    mixers: Mapping[str, Options], size: Size, compiled: bool = False
+) -> tuple[dict[str, Callable[[], None]], dict[str, Callable[[], None]]]:
+    """Step and forward of each. All share one set of sublayers: they differ in the mechanism and nothing else.
+
+    The residual runs twice a round: the control says how far to trust the rest.
+    """
+    x = tokens_for(size)
+    plain = build(BASELINE, {}, size)
     steps: dict[str, Callable[[], None]] = {}
     forwards: dict[str, Callable[[], None]] = {}
-    for label, (name, options) in entries.items():
-        model = build(name, options, size)
-        run = torch.compile(model, fullgraph=True) if compiled else model
-        steps[label] = make_step(model, run, x)
-        forwards[label] = make_forward(run, x)
-    by_step = measure(steps, rounds=rounds, progress=progress)
-    by_forward = measure(forwards, rounds=rounds, progress=progress)
-    return tuple({label: ratio(t, label, BASELINE) for label in entries} for t in (by_step, by_forward))  # type: ignore[return-value]
+    for name, options in {BASELINE: {}, **mixers}.items():
+        model = plain if name == BASELINE else build(name, options, size, plain.sublayers)
+        call = compile_now(name, model, x) if compiled else model
+        steps[name], forwards[name] = make_step(model, call, x), make_forward(call, x)
+    return with_control(steps), with_control(forwards)
 
 
-def make_step(model: BenchModel, run: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], None]:
+def with_control(timed: Mapping[str, Callable[[], None]]) -> dict[str, Callable[[], None]]:
+    """The residual once more, half a round away: right behind itself it would find its own memory still warm."""
+    names = list(timed)
+    middle = 1 + len(names) // 2
+    order = [*names[:middle], CONTROL, *names[middle:]]
+    return {name: timed[BASELINE if name == CONTROL else name] for name in order}
+
+
+def compile_now(name: str, model: BenchModel, x: Tensor) -> Callable[[Tensor], Tensor]:
+    """Compiled for training and for a forward without gradients, before anything is timed."""
+    say(f"  compiling {name} …")
+    begun = time.monotonic()
+    # All models run the same code: without a cache each, one would pay for the guards of the others.
+    known = inspect.signature(torch.compile).parameters
+    own_cache: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
+    call: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True, dynamic=False, **own_cache)
+    make_step(model, call, x)()
+    make_forward(call, x)()
+    say(f"  compiled {name} in {duration(time.monotonic() - begun)}")
+    return call
+
+
+def make_step(model: BenchModel, call: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], None]:
+    """Forward and backward, without an optimiser."""
+
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        run(x).square().mean().backward()
+        call(x).square().mean().backward()
 
     return step
 
 
-def make_forward(run: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], None]:
+def make_forward(call: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], None]:
     def forward() -> None:
         with torch.no_grad():
-            run(x)
+            call(x)
 
     return forward
-
-
-def kept_bytes_per_token(name: str, options: Mapping[str, Any], size: Size) -> float:
-    """What the graph of one forward keeps for its backward pass, at this size."""
-    x = torch.randn(size.batch, size.tokens, size.dim, requires_grad=True)
-    return kept_bytes(build(name, options, size), x)
-
-
-def kept_bytes(model: nn.Module, x: Tensor, **inputs: Any) -> float:
-    """Bytes a token of the storages that the graph of `model(x)` holds, each counted once; not parameters, not x."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {x.untyped_storage().data_ptr()}
-    storages: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        held = tensor.detach()  # an output that holds its own graph would never be freed
-        if held.untyped_storage().data_ptr() not in own:
-            storages[held.untyped_storage().data_ptr()] = held
-        return held
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = model(x, **inputs)
-    kept = sum(t.untyped_storage().nbytes() for t in storages.values())
-    del out
-    return kept / x[..., 0].numel()

@@ -1,26 +1,28 @@
-"""Paired timing: variants take turns in one process, and only ratios within a round count."""
+"""Paired timing: variants take turns in one process, only ratios within a round count, and processes are pooled."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
 
 MARGIN = 0.03  # where the control differs from itself by more, nothing is decided
+FEWEST = 6  # rounds of one process whose smallest and largest hold the median with 95 % confidence
+Samples = Sequence[Sequence[float]]  # the paired ratios of each process
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Time of a variant over that of the baseline, over paired rounds."""
+    """Time of a variant over that of the baseline, with the interval that its verdict rests on."""
 
     median: float
-    low: float  # quarter of the rounds lie below
-    high: float  # quarter of the rounds lie above
-    rounds: int
+    low: float
+    high: float
 
     def verdict(self, bound: float) -> str:
-        """Against an upper bound: holds, fails, or undecided where the middle half straddles it."""
+        """Against an upper bound: holds, fails, or undecided where the interval straddles it."""
         if self.low <= bound <= self.high:
             return "undecided"
         return "holds" if self.median <= bound else "fails"
@@ -33,7 +35,7 @@ def measure(
     warmup: int = 1,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> dict[str, list[float]]:
-    """Seconds of each variant in each round; the order rotates, so that no one always follows the same other."""
+    """Seconds of each variant in each round; the order rotates, so that none is always first."""
     names = list(variants)
     for _ in range(warmup):
         for name in names:
@@ -48,8 +50,38 @@ def measure(
     return times
 
 
-def ratio(times: Mapping[str, list[float]], name: str, baseline: str, scale: float = 1.0) -> Ratio:
-    """Of `name` to `scale` times the baseline, round by round."""
-    each = sorted(a / (b * scale) for a, b in zip(times[name], times[baseline], strict=True))
-    quarters = statistics.quantiles(each, n=4) if len(each) > 1 else [each[0]] * 3
-    return Ratio(statistics.median(each), quarters[0], quarters[2], len(each))
+def paired(times: Mapping[str, list[float]], name: str, baseline: str, scale: float = 1.0) -> list[float]:
+    """Ratios of `name` to `scale` times the baseline, round by round."""
+    return [a / (b * scale) for a, b in zip(times[name], times[baseline], strict=True)]
+
+
+def pool(samples: Samples) -> Ratio:
+    """The median of the processes' medians, from the smallest of them to the largest.
+
+    Of one process it is its median with the 95 % confidence interval by order statistics: the spread between
+    processes, which is larger, is not in it.
+    """
+    if not samples or not all(samples):
+        raise ValueError(
+            f"{len(samples)} processes with {[len(s) for s in samples]} rounds; expected at least 1 of each"
+        )
+    if len(samples) == 1:
+        return Ratio(statistics.median(samples[0]), *median_interval(samples[0]))
+    medians = [statistics.median(each) for each in samples]
+    return Ratio(statistics.median(medians), min(medians), max(medians))
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """The narrowest pair of order statistics, as far from both ends, that holds the median with this confidence.
+
+    Below `FEWEST` rounds no pair does; then it is the smallest and the largest.
+    """
+    ordered, n = sorted(values), len(values)
+    outside, k = 0.0, 0
+    while k < n // 2:
+        outside += 2 * comb(n, k) / 2**n  # the median lies beyond the k-th smallest or k-th largest
+        if outside > 1 - confidence:
+            break
+        k += 1
+    k = max(k, 1)
+    return ordered[k - 1], ordered[n - k]

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json as json_format
-import platform
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
 
 import torch
+import tyro
 
+from depthmix.analysis.figures import new_figure
 from depthmix.analysis.invariants import verify
-from depthmix.bench import MARGIN, Ratio, Size, bench_growth, bench_read, bench_step, kept_bytes_per_token
-from depthmix.bench.step import CONTROL
+from depthmix.bench import PARTS, ChildFailed, Part, Report, Settings, run_suite
+from depthmix.bench.figures import draw_all
+from depthmix.bench.model import options_for
+from depthmix.bench.page import figure_text, interval_text, name_of, render
+from depthmix.bench.report import write_text
+from depthmix.bench.suite import FOCUS
 from depthmix.mechanisms import list_mechanisms, mechanism
-from depthmix.ops import backend
 
-Part = Literal["read", "step", "memory", "growth"]
-PARTS: tuple[Part, ...] = ("read", "step", "memory", "growth")
-OPTIONS: dict[str, dict[str, Any]] = {"block_attnres": {"num_blocks": 8}}
 BOUNDS = {  # what is aimed at; the figures stand beside them, whatever they are
     "ops.attend, forward": 3.0,
     "ops.attend, forward and backward": 12.0,
@@ -32,127 +32,119 @@ BOUNDS = {  # what is aimed at; the figures stand beside them, whatever they are
 }
 
 
-@dataclass
-class Row:
-    part: str
-    what: str
-    figure: float
-    low: float | None
-    high: float | None
-    unit: str
-    bound: float | None
-    verdict: str
-
-
 def run(
     parts: tuple[Part, ...] = PARTS,
     mixers: tuple[str, ...] = (),
     rounds: int = 15,
+    processes: int | None = None,
     quick: bool = False,
     compiled: bool = False,
     json: bool = False,
+    output: Path | None = None,
+    figures: Path | None = None,
+    markdown: Path | None = None,
+    saved: Annotated[Path | None, tyro.conf.arg(name="from")] = None,
 ) -> int:
-    """Time the reads and whole training steps of mechanisms against the plain residual, in one process.
+    """Measure what reading over depth costs, against the plain residual and against other implementations.
+
+    read: one read, forward and with its backward pass, in passes over its sources, beside the peers that are
+    installed. step: a training step and a forward of a decoder-shaped network for every mechanism, over the plain
+    residual's time. memory: bytes that the graph keeps for the backward pass, and the peak of a training step, in one
+    process a mechanism. growth: the read against the number of sources, the step against depth and width.
+
+    Variants take turns in rotating order within a process; a figure is the median of the medians of several processes,
+    its interval goes from the smallest to the largest. A bound inside the interval, a residual that differs from
+    itself by more than 0.03, or fewer than 6 rounds of a single process leave the verdict undecided. Nothing is
+    measured while `depthmix verify` is red.
+
+    A full run takes about an hour on two cores, --compiled some minutes more for each network; --quick takes under a
+    minute. Progress goes to stderr.
 
     Args:
-        parts: what to measure: one read, a training step, bytes kept for the backward pass, growth with sources.
-        mixers: mechanisms for the step and the memory; all but the residual by default.
-        rounds: paired rounds; variants take turns in rotating order.
+        parts: what to measure.
+        mixers: mechanisms to measure. By default all for step and memory, block_attnres and attnres where each costs
+            minutes (--compiled, growth) and with --quick.
+        rounds: paired rounds in each process; growth with depth and width takes at most 7.
+        processes: child processes for each timed part, one after the other; 3, with --quick 1.
         quick: small sizes and few rounds: whether it runs, not how fast it is.
-        compiled: the step under torch.compile (compiling takes minutes).
+        compiled: the step under torch.compile too, one network at a time.
         json: print one object instead of a table.
+        output: write the result, with every paired ratio, to this JSON file as well.
+        figures: draw the result into this folder, as PNGs.
+        markdown: write the tables, and the figures where --figures is given, as a page.
+        saved: measure nothing; print and draw this file, written by --output.
     """
-    names = list(mixers or (n for n in list_mechanisms() if n != "residual"))
-    for name in names:
-        mechanism(name)  # an unknown one is told before anything runs
-    rounds = min(rounds, 3) if quick else rounds
-    if rounds < 1:
-        raise ValueError(f"rounds={rounds}; expected at least 1")
-    refuse_while_red(names)
-    size = Size(dim=64, depth=6, hidden=128, tokens=64) if quick else Size()
-    rows: list[Row] = []
-    if "read" in parts:
-        shape = (9, 256, 128) if quick else (9, 4096, 1024)
-        rows += rows_of("read", bench_read(rounds, *shape, progress("read")), "passes", not quick)
-    if "growth" in parts:
-        counts = (2, 4) if quick else (8, 16, 32, 64)
-        grown = bench_growth(rounds, counts, *((64, 64) if quick else (1024, 768)), progress("growth"))
-        rows += rows_of("growth", {f"{n} sources, time of each": r for n, r in grown.items()}, "×", not quick)
-    if "step" in parts:
-        chosen = {name: (name, OPTIONS.get(name, {}) if not quick else {}) for name in names}
-        by_step, by_forward = bench_step(chosen, size, rounds=rounds, compiled=compiled, progress=progress("step"))
-        how = "compiled step" if compiled else "step"
-        rows += rows_of(how, by_step, "×", not quick) + rows_of(
-            how.replace("step", "forward"), by_forward, "×", bounded=False
-        )
-    if "memory" in parts:
-        rows += memory_rows(names, size, quick)
-    where = {
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, float32",
-        "reads": backend.describe(),
-        "size": asdict(size),
-        "rounds": rounds,
-        "command": " ".join(["depthmix", *sys.argv[1:]]) if sys.argv else "depthmix bench",
-    }
-    if json:
-        print(json_format.dumps({**where, "rows": [asdict(row) for row in rows]}, indent=2, ensure_ascii=False))
+    check_targets(output, markdown, figures)
+    if saved is not None:
+        report = Report.from_json(saved.read_text(encoding="utf-8"), str(saved))
     else:
-        print_rows(rows, where)
+        every = FOCUS if quick else tuple(name for name in list_mechanisms() if name != "residual")
+        settings = Settings(
+            parts=parts,
+            mixers=tuple(dict.fromkeys(mixers)) or every,
+            focus=tuple(dict.fromkeys(mixers)) or FOCUS,
+            rounds=min(rounds, 3) if quick else rounds,
+            processes=processes if processes is not None else 1 if quick else 3,
+            quick=quick,
+            compiled=compiled,
+        )
+        refuse_while_red(settings.mixers)
+        try:
+            report = run_suite(settings, BOUNDS, command=" ".join(["depthmix", *sys.argv[1:]]))
+        except ChildFailed as error:
+            print(f"depthmix: {error}", file=sys.stderr)
+            return 1
+    if output is not None:
+        report.save(output)
+    drawn = draw_all(report, figures) if figures is not None else {}
+    if markdown is not None:
+        write_text(markdown, render(report, drawn, markdown.parent))
+    print(report.to_json()) if json else print_table(report)
     return 0
 
 
+def check_targets(output: Path | None, markdown: Path | None, figures: Path | None) -> None:
+    """Before the first hour, not after it."""
+    for path in (output, markdown):
+        if path is not None and path.is_dir():
+            raise ValueError(f"{path} is a folder; expected the name of a file to write")
+    if figures is not None:
+        if figures.is_file():
+            raise ValueError(f"{figures} is a file; expected a folder for the figures")
+        new_figure()  # tells where matplotlib is missing
+
+
 def refuse_while_red(names: Iterable[str]) -> None:
-    for name in names:
-        red = [c.name for c in verify(name, mechanism(name).variants[0], dtype=torch.float32) if not c.holds]
-        if red:
-            raise ValueError(f"{name} is not right yet, so its speed is of no interest: {'; '.join(red)}. See verify")
+    jobs = [(name, mechanism(name)) for name in dict.fromkeys(("residual", *names))]  # an unknown one is told first
+    for name, cls in jobs:
+        measured = options_for(name, depth=7)
+        for options in [cls.variants[0], *([measured] if measured else [])]:
+            red = [c.name for c in verify(name, options, dtype=torch.float32) if not c.holds]
+            if red:
+                reasons = "; ".join(red)
+                raise ValueError(f"{name} is not right yet, so its speed is of no interest: {reasons}. See verify")
 
 
-def progress(label: str) -> Any:
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console(file=sys.stderr)
-    return lambda steps: track(steps, description=label, transient=True, console=console)
-
-
-def rows_of(part: str, found: Mapping[str, Ratio], unit: str, bounded: bool = True) -> list[Row]:
-    control = found.get(CONTROL)
-    shaky = control is not None and abs(control.median - 1) > MARGIN
-    rows = []
-    for what, r in found.items():
-        bound = BOUNDS.get(what) if bounded else None
-        verdict = "" if bound is None else "undecided (control)" if shaky else r.verdict(bound)
-        rows.append(Row(part, what, r.median, r.low, r.high, unit, bound, verdict))
-    return rows
-
-
-def memory_rows(names: Iterable[str], size: Size, quick: bool) -> list[Row]:
-    plain = kept_bytes_per_token("residual", {}, size)
-    rows = []
-    for name in names:
-        extra = kept_bytes_per_token(name, {} if quick else OPTIONS.get(name, {}), size) - plain
-        bound = (size.depth + 2) * size.dim * 4 + 64 * size.depth if name == "block_attnres" else None
-        verdict = "" if bound is None else "holds" if extra <= bound else "fails"
-        rows.append(Row("memory", name, extra, None, None, "bytes a token", bound, verdict))
-    return rows
-
-
-def print_rows(rows: list[Row], where: Mapping[str, Any]) -> None:
+def print_table(report: Report) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
     table = Table(title="What reading over depth costs", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("part", "what", "figure", "middle half", "at most", ""):
-        table.add_column(heading, overflow="fold", min_width=12 if heading == "what" else None)
-    for row in rows:
-        number = f"{row.figure:,.0f}" if row.part == "memory" else f"{row.figure:.3f}"
-        spread = "" if row.low is None or row.high is None else f"{row.low:.3f}–{row.high:.3f}"
-        bound = "" if row.bound is None else f"{row.bound:,g}"
-        table.add_row(row.part, row.what, f"{number} {row.unit}", spread, bound, row.verdict)
+    for heading in ("", "figure", "interval", "at most", "verdict"):
+        table.add_column(heading, overflow="fold", min_width={"": 22, "verdict": 11}.get(heading))
+    for part in dict.fromkeys(row.part for row in report.rows):
+        table.add_section()
+        table.add_row(f"[bold]{part}[/bold]")
+        for row in report.of(part):
+            bound = "" if row.bound is None else f"{row.bound:,g}"
+            table.add_row(f"  {name_of(row)}", figure_text(row), interval_text(row), bound, row.verdict)
     console.print(table)
-    console.print("Ratios to the plain residual (×), passes over the sources, or bytes kept beyond the residual's.")
-    for key, value in where.items():
-        console.print(f"{key}: {value}")
+    console.print("× is the ratio to the plain residual's, or to what the line names; kept is beyond the residual's.")
+    for line in dict.fromkeys(row.note for row in report.of("peak") if row.note):
+        console.print(line)
+    for key in ("machine", "reads", "rounds", "processes", "command"):
+        console.print(f"{key}: {getattr(report, key)}")
+    for note in report.notes:
+        console.print(note)

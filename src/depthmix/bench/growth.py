@@ -1,0 +1,36 @@
+"""How the cost grows: of a read with the number of its sources, of a training step with depth and with width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from depthmix.bench.model import Size, options_for
+from depthmix.bench.processes import progress
+from depthmix.bench.read import BOTH, OURS, attend, read_variants
+from depthmix.bench.step import ratios, variants
+from depthmix.bench.timing import measure, paired
+
+
+def run_sources(rounds: int, counts: Sequence[int], tokens: int, dim: int) -> dict[str, dict[str, list[float]]]:
+    """Time of a read, forward and backward, for each source, against that with the fewest sources."""
+    timed: dict[str, Callable[[], None]] = {}
+    for count in counts:
+        timed[str(count)] = read_variants({OURS: attend}, count, tokens, dim)[f"{OURS}, {BOTH}"]
+    times = measure(timed, rounds=rounds, warmup=2, progress=progress("sources"))
+    first = counts[0]
+    return {
+        f"sources {n}": {f"{n} sources, time of each": paired(times, str(n), str(first), scale=n / first)}
+        for n in counts
+    }
+
+
+def run_sizes(
+    axis: str, mixers: Sequence[str], sizes: Sequence[Mapping[str, int]], rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Ratios of the step to the residual's at each size; `axis` is the field of Size that differs between them."""
+    found = {}
+    for values in sizes:
+        size, at = Size(**values), values["dim" if axis == "width" else axis]
+        steps, _ = variants({name: options_for(name, size.depth) for name in mixers}, size)
+        found[f"{axis} {at}"] = ratios(steps, rounds, f"{axis} {at}")
+    return found

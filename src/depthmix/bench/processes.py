@@ -1,0 +1,135 @@
+"""Jobs in child processes, one after the other: processes differ by more than the spread within one.
+
+A job is a function by its name and arguments that JSON can carry, and so is its result. The child is
+`python -m depthmix.bench`: the job comes in through stdin, the result goes out through stdout, stderr is the parent's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class ChildFailed(RuntimeError):
+    """A child process ended without a result."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    label: str
+    target: str  # "module:function"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 1.0  # a guess, corrected by what earlier jobs took; only the time left depends on it
+
+
+def run_child(job: Job) -> Any:
+    """The result of a job in a process of its own, with the parent's number of threads and the parent's package."""
+    order = {"target": job.target, "arguments": job.arguments, "threads": torch.get_num_threads()}
+    source = str(Path(__file__).parents[2])
+    paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, "-m", "depthmix.bench"],
+        input=json.dumps(order),
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        check=False,
+    )
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        hint = "; is there enough memory?" if name == "SIGKILL" else ""
+        raise ChildFailed(f"{job.label}: the child process was ended by {name}{hint}")
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        raise ChildFailed(f"{job.label}: the child process ended with code {done.returncode}, no result") from None
+    if "error" in answer:
+        raise ChildFailed(f"{job.label}: {answer['error']}")
+    return answer["result"]
+
+
+def child() -> int:
+    """The other end of `run_child`."""
+    order = json.load(sys.stdin)
+    answer_to = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what compilers and libraries print must not end up in the answer
+    answer: dict[str, Any]
+    try:
+        torch.set_num_threads(order["threads"])
+        module, _, name = order["target"].partition(":")
+        answer = {"result": getattr(importlib.import_module(module), name)(**order["arguments"])}
+    except Exception as error:
+        traceback.print_exc()
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    with answer_to:
+        json.dump(answer, answer_to)
+    return 1 if "error" in answer else 0
+
+
+def run_jobs(jobs: Sequence[Job]) -> list[Any]:
+    """Results in order; before each job one line says which it is and how long all that are left may take."""
+    results, guessed, spent = [], 0.0, 0.0
+    took: dict[str, float] = {}
+    for number, job in enumerate(jobs):
+        pace = spent / guessed if guessed else 1.0
+        left = sum(took.get(j.label, j.seconds * pace) for j in jobs[number:])
+        say(f"[{number + 1}/{len(jobs)}] {job.label}; all that is left: about {duration(left)}")
+        begun = time.monotonic()
+        results.append(run_child(job))
+        took[job.label] = time.monotonic() - begun
+        spent += took[job.label]
+        guessed += job.seconds
+    return results
+
+
+def progress(label: str, every: float = 20.0) -> Any:
+    """Wrap rounds: the time left, in place on a terminal, elsewhere a line now and then."""
+    terminal = sys.stderr.isatty()
+
+    def wrap(steps: Sequence[int]) -> Iterator[int]:
+        begun = shown = time.monotonic()
+        for done, step in enumerate(steps):
+            yield step
+            now = time.monotonic()
+            left = (now - begun) / (done + 1) * (len(steps) - done - 1)
+            if terminal or now - shown > every:
+                text = f"  {label}: {done + 1} of {len(steps)} rounds, about {duration(left)} left"
+                print(
+                    f"\r{text}\033[K" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True
+                )
+                shown = now
+        if terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+    return wrap
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def merged(results: Iterable[Mapping[str, Mapping[str, list[float]]]]) -> dict[str, dict[str, list[list[float]]]]:
+    """Of {group: {variant: ratios}} of several processes: {group: {variant: [ratios of each process]}}."""
+    found: dict[str, dict[str, list[list[float]]]] = {}
+    for result in results:
+        for group, variants in result.items():
+            for what, ratios in variants.items():
+                found.setdefault(group, {}).setdefault(what, []).append(ratios)
+    return found

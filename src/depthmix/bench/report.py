@@ -1,0 +1,121 @@
+"""The shape of a result: rows that the table, the JSON file, the figures and the page share."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from depthmix.bench.timing import FEWEST, MARGIN, Ratio, Samples, pool
+
+BASELINE, CONTROL = "residual", "residual again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure. `at` is the number of sources, the depth or the width where the part is about growth."""
+
+    part: str
+    what: str
+    figure: float | None  # None: could not be measured here; the note says why
+    unit: str
+    low: float | None = None
+    high: float | None = None
+    bound: float | None = None
+    verdict: str = ""
+    at: int | None = None
+    note: str = ""
+    samples: list[list[float]] = field(default_factory=list)  # paired ratios, one list a process
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    machine: str
+    reads: str  # which kernel serves attnres and block_attnres
+    command: str
+    rounds: int
+    processes: int
+    quick: bool
+    sizes: Mapping[str, Any]
+    notes: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    def of(self, *parts: str) -> list[Row]:
+        return [row for row in self.rows if row.part in parts]
+
+    def to_json(self) -> str:
+        """One line a row: samples would otherwise fill a line a number."""
+        head = {name.name: getattr(self, name.name) for name in fields(self) if name.name != "rows"}
+        lines = [json.dumps(asdict(row), ensure_ascii=False) for row in self.rows]
+        text = json.dumps(head, ensure_ascii=False, indent=2)[:-2]
+        return text + ',\n  "rows": [\n    ' + ",\n    ".join(lines) + "\n  ]\n}"
+
+    @classmethod
+    def from_json(cls, text: str, origin: str = "the report") -> Report:
+        try:
+            values = json.loads(text)
+            return cls(**{**values, "rows": [Row(**row) for row in values["rows"]]})
+        except (ValueError, TypeError, KeyError) as error:
+            hint = "expected a file written by: depthmix bench --output FILE"
+            raise ValueError(f"{origin} is no result of this version of the benchmark ({error}); {hint}") from None
+
+    def save(self, path: Path) -> None:
+        write_text(path, self.to_json() + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Beside, flushed, then renamed: a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def ratio_rows(
+    part: str,
+    found: Mapping[str, Samples],
+    *,
+    unit: str = "×",
+    bounds: Mapping[str, float] | None = None,
+    notes: Mapping[str, str] | None = None,
+    at: int | None = None,
+) -> list[Row]:
+    """Rows of a timed part, judged: against its bound, and not at all where the control differs from itself."""
+    pooled = {what: pool(samples) for what, samples in found.items()}
+    rows = []
+    for what, r in pooled.items():
+        bound = (bounds or {}).get(what)
+        rows.append(
+            Row(
+                part=part,
+                what=what,
+                figure=r.median,
+                low=r.low,
+                high=r.high,
+                unit=unit,
+                bound=bound,
+                verdict="" if bound is None else why_undecided(pooled, found[what]) or r.verdict(bound),
+                at=at,
+                note=(notes or {}).get(what, ""),
+                samples=[[round(value, 4) for value in each] for each in found[what]],
+            )
+        )
+    return rows
+
+
+def why_undecided(pooled: Mapping[str, Ratio], samples: Samples) -> str:
+    """Whatever the figure: where it cannot be trusted, or where its interval is none."""
+    if not control_holds(pooled):
+        return "undecided (control)"
+    return "undecided (too few rounds)" if len(samples) == 1 and len(samples[0]) < FEWEST else ""
+
+
+def control_holds(pooled: Mapping[str, Ratio]) -> bool:
+    """Whether the baseline, timed a second time, agrees with itself; a part without a control has none to fail."""
+    return CONTROL not in pooled or abs(pooled[CONTROL].median - 1) <= MARGIN

@@ -1,0 +1,196 @@
+"""What a run of the benchmark consists of: its sizes, its jobs, and the rows made of their results."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from depthmix.bench.memory import UNAVAILABLE
+from depthmix.bench.model import Size, options_for, size_for
+from depthmix.bench.peers import installed
+from depthmix.bench.processes import Job, merged, run_jobs
+from depthmix.bench.read import FORWARD
+from depthmix.bench.report import BASELINE, Report, Row, ratio_rows
+from depthmix.ops import backend
+
+Part = Literal["read", "step", "memory", "growth"]
+PARTS: tuple[Part, ...] = ("read", "step", "memory", "growth")
+FOCUS = ("block_attnres", "attnres")  # where every mechanism would take hours: compiling, growth
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    step: Size = Size()
+    read: Mapping[str, Any]
+    sources: Mapping[str, Any]
+    depth: list[Size]
+    width: list[Size]
+
+    def told(self) -> dict[str, Any]:
+        return {**asdict(self), "read": dict(self.read), "sources": dict(self.sources)}
+
+
+FULL = Sizes(
+    read={"sources": 9, "tokens": 4096, "dim": 1024},
+    sources={"counts": [8, 16, 32, 64], "tokens": 1024, "dim": 768},
+    depth=[size_for(256, depth, 512) for depth in (6, 12, 24, 48)],
+    width=[size_for(dim, 12, 512) for dim in (128, 256, 512, 1024)],
+)
+QUICK = Sizes(
+    step=Size(dim=64, depth=6, hidden=128, tokens=64),
+    read={"sources": 9, "tokens": 256, "dim": 128},
+    sources={"counts": [2, 4], "tokens": 64, "dim": 64},
+    depth=[size_for(64, depth, 32) for depth in (2, 4)],
+    width=[size_for(dim, 2, 32) for dim in (64, 128)],
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    parts: tuple[Part, ...] = PARTS
+    mixers: tuple[str, ...]
+    focus: tuple[str, ...] = FOCUS  # for compiled steps and growth
+    rounds: int = 15
+    processes: int = 3
+    quick: bool = False
+    compiled: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "processes"):
+            if (value := getattr(self, name)) < 1:
+                raise ValueError(f"{name}={value}; expected at least 1")
+        if BASELINE in self.mixers:
+            raise ValueError(f"mixers={self.mixers}; expected others than {BASELINE}, which always takes part")
+
+    @property
+    def sizes(self) -> Sizes:
+        return QUICK if self.quick else FULL
+
+
+def run_suite(settings: Settings, bounds: Mapping[str, float], command: str) -> Report:
+    """Everything that was asked for; bounds are left aside at quick sizes, where they say nothing of speed."""
+    jobs = timed_jobs(settings)  # all of them once, then all again: a slow hour touches every part alike
+    order = jobs * settings.processes + (memory_jobs(settings) if "memory" in settings.parts else [])
+    results = run_jobs(order)
+    timed = len(jobs) * settings.processes
+    rows = timed_rows(merged(results[:timed]), settings, {} if settings.quick else bounds)
+    rows += memory_rows(dict(zip([BASELINE, *settings.mixers], results[timed:], strict=False)), settings.sizes.step)
+    return Report(
+        machine=f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, float32",
+        reads=backend.describe(),
+        command=command,
+        rounds=settings.rounds,
+        processes=settings.processes,
+        quick=settings.quick,
+        sizes=settings.sizes.told(),
+        notes=installed()[1] if "read" in settings.parts else [],
+        rows=rows,
+    )
+
+
+def timed_jobs(settings: Settings) -> list[Job]:
+    """The jobs of one process round. A decode step belongs here too, once there is a decoder."""
+    sizes, rounds, jobs = settings.sizes, settings.rounds, []
+    few = min(rounds, 7)
+
+    def add(label: str, target: str, seconds: float, **arguments: Any) -> None:
+        arguments = {key: tell(value) for key, value in arguments.items()}
+        guess = 5.0 if settings.quick else seconds * rounds / 15
+        jobs.append(Job(label=label, target=f"depthmix.bench.{target}", arguments=arguments, seconds=guess))
+
+    def with_options(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        return {name: options_for(name, sizes.step.depth) for name in names}
+
+    if "read" in settings.parts:
+        add("read", "read:run", 200, rounds=rounds, **sizes.read)
+    if "step" in settings.parts:
+        seconds = 60.0 * (len(settings.mixers) + 2)
+        add("step", "step:run", seconds, mixers=with_options(settings.mixers), size=sizes.step, rounds=rounds)
+        if settings.compiled:
+            mixers = with_options(settings.focus)
+            add("compiled step", "step:run", 700, mixers=mixers, size=sizes.step, rounds=rounds, compiled=True)
+    if "growth" in settings.parts:
+        add("sources", "growth:run_sources", 60, rounds=rounds, **sizes.sources)
+        for axis in ("depth", "width"):
+            each = {"axis": axis, "sizes": getattr(sizes, axis), "mixers": settings.focus}
+            add(axis, "growth:run_sizes", 60, rounds=few, **each)
+    return jobs
+
+
+def memory_jobs(settings: Settings) -> list[Job]:
+    """One process a mechanism, once: peaks do not vary as times do."""
+    size = settings.sizes.step
+    return [
+        Job(
+            label=f"memory of {name}",
+            target="depthmix.bench.memory:run",
+            arguments={"mixer": name, "options": options_for(name, size.depth), "size": asdict(size)},
+            seconds=4.0 if settings.quick else 18.0,
+        )
+        for name in (BASELINE, *settings.mixers)
+    ]
+
+
+def tell(value: Any) -> Any:
+    """As JSON carries it."""
+    if isinstance(value, list):
+        return [tell(each) for each in value]
+    return asdict(value) if isinstance(value, Size) else value
+
+
+def timed_rows(
+    found: Mapping[str, Mapping[str, list[list[float]]]], settings: Settings, bounds: Mapping[str, float]
+) -> list[Row]:
+    judged = ("read", "sources", "step", "compiled step")
+    rows = []
+    for group, variants in found.items():
+        part, _, number = group.rpartition(" ")
+        at = int(number) if number.isdigit() else None
+        part = group if at is None else part
+        rows += ratio_rows(
+            part,
+            variants,
+            unit="passes" if part == "read" else "×",
+            bounds=bounds if part in judged else {},
+            notes=notes_of(part, settings),
+            at=at,
+        )
+    return [row if "against" not in row.what else as_ratio(row) for row in rows]
+
+
+def as_ratio(row: Row) -> Row:
+    """A row of the read that compares two readers is no number of passes."""
+    return Row(**{**vars(row), "unit": "×"})
+
+
+def notes_of(part: str, settings: Settings) -> dict[str, str]:
+    """What must be known of a variant to read its figure."""
+    if part == "read":
+        return {f"{label}, {FORWARD}": peer.note for label, (peer, _) in installed()[0].items()}
+    if part.endswith(("step", "forward")):
+        given = {name: options_for(name, settings.sizes.step.depth) for name in settings.mixers}
+        return {name: " ".join(f"{k}={v}" for k, v in options.items()) for name, options in given.items()}
+    return {}
+
+
+def memory_rows(found: Mapping[str, Mapping[str, float | None]], size: Size) -> list[Row]:
+    """Bytes kept beyond the residual's, the peak, and the peak over the residual's."""
+    kept, peak, over = [], [], []
+    for name, figures in found.items():
+        extra = (figures["kept"] or 0.0) - (found[BASELINE]["kept"] or 0.0)
+        if name != BASELINE:
+            bound = float((size.depth + 2) * size.dim * 4 + 64 * size.depth) if name == "block_attnres" else None
+            verdict = "" if bound is None else "holds" if extra <= bound else "fails"
+            unit = "bytes/token"
+            note = f"{extra / (4 * size.dim):.1f} widths D"
+            kept.append(Row(part="kept", what=name, figure=extra, unit=unit, bound=bound, verdict=verdict, note=note))
+        high, plain = figures["peak"], found[BASELINE]["peak"]
+        note = UNAVAILABLE if high is None else ""
+        peak.append(Row(part="peak", what=name, figure=None if high is None else high / 1e6, unit="MB", note=note))
+        if name != BASELINE and high is not None and plain:
+            over.append(Row(part="peak over the residual's", what=name, figure=high / plain, unit="×"))
+    return kept + peak + over
