@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import depthmix as dm
 from depthmix import ops
 from depthmix.analysis.invariants import Probe, make_probe
-from depthmix.bench.step import kept_bytes
+from depthmix.bench.memory import kept_bytes
 from depthmix.ops import closed, native
 
 BACKENDS = [

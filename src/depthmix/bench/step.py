@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthmix.bench.memory import kept_bytes as kept_bytes  # also known by this name
 from depthmix.bench.model import BenchModel, Size, build, tokens_for
 from depthmix.bench.processes import duration, progress, say
 from depthmix.bench.report import BASELINE, CONTROL
