@@ -62,10 +62,14 @@ def test_compiling_layer_by_layer_where_the_state_grows_fails_loudly_at_the_limi
     step = torch.compile(
         lambda mixer, state: mixer.step(state, torch.tanh), fullgraph=True, backend=count_graphs(graphs)
     )
-    state = model.depth.begin(torch.randn(2, 8, dtype=torch.float64))  # type: ignore[union-attr, operator]
-    with torch.no_grad(), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+
+    def climb() -> None:
+        state = model.depth.begin(torch.randn(2, 8, dtype=torch.float64))  # type: ignore[union-attr, operator]
         for mixer in model.depth:  # type: ignore[union-attr]
             state = step(mixer, state)
+
+    with torch.no_grad(), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        climb()
     assert len(graphs) == torch._dynamo.config.recompile_limit
 
 
