@@ -173,20 +173,25 @@ class HyperConnections(StreamMixer):
         transition: Any = self.alpha_r
         gain = self.beta
         if self.norm_weight is not None:
-            g = ops.rms_norm(state[0], self.config.eps) * self.norm_weight
+            by_read, by_transition, by_gain = self.dynamic(state[0])
             if self.w_m is not None:
-                read = read + self.dynamic(g, self.w_m, self.s_a)  # (1)
+                read = read + self.s_a * by_read.squeeze(-1)  # (1)
             if self.w_r is not None:
-                transition = transition + self.dynamic(g, self.w_r.T, self.s_a)  # (2)
-            gain = gain + self.dynamic(g, self.w_b, self.s_b)  # (3)
+                transition = transition + self.s_a * by_transition  # (2)
+            gain = gain + self.s_b * by_gain.squeeze(-1)  # (3)
         return Streams(
             None if read is None else ops.wide(read),
             None if transition is None else ops.wide(transition).mT,
             ops.wide(gain),
         )
 
-    def dynamic(self, g: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        """scale · tanh(weight @ g), one number a stream for a vector, one row a stream for a matrix."""
-        out = ops.linear(g, weight if weight.dim() == 2 else weight[None])
-        out = out if weight.dim() == 2 else out.squeeze(-1)
-        return scale * (torch.tanh(out) if self.config.tanh else out)
+    def dynamic(self, streams: Tensor) -> tuple[Tensor, ...]:
+        """tanh(G w) for the three sets of weights in one product, [..., m, rows] each; no rows where there are none."""
+        none = self.w_b.new_empty(0, self.site.dim)
+        sets = [none if w is None else torch.atleast_2d(w.mT if w.dim() == 2 else w) for w in self.weights()]
+        folded = ops.wide(torch.cat(sets)) * ops.wide(self.norm_weight)  # the norm's weight enters by this product only
+        out = ops.normed_linear(streams, folded, eps=self.config.eps)
+        return (torch.tanh(out) if self.config.tanh else out).split([len(s) for s in sets], -1)
+
+    def weights(self) -> tuple[Tensor | None, ...]:
+        return self.w_m, self.w_r, self.w_b
