@@ -173,25 +173,22 @@ class HyperConnections(StreamMixer):
         transition: Any = self.alpha_r
         gain = self.beta
         if self.norm_weight is not None:
-            by_read, by_transition, by_gain = self.dynamic(state[0])
+            parts = self.dynamic(state[0])
             if self.w_m is not None:
-                read = read + self.s_a * by_read.squeeze(-1)  # (1)
+                read = read + self.s_a * parts.pop(0).squeeze(-1)  # (1)
             if self.w_r is not None:
-                transition = transition + self.s_a * by_transition  # (2)
-            gain = gain + self.s_b * by_gain.squeeze(-1)  # (3)
+                transition = transition + self.s_a * parts.pop(0)  # (2)
+            gain = gain + self.s_b * parts.pop(0).squeeze(-1)  # (3)
         return Streams(
             None if read is None else ops.wide(read),
             None if transition is None else ops.wide(transition).mT,
             ops.wide(gain),
         )
 
-    def dynamic(self, streams: Tensor) -> tuple[Tensor, ...]:
-        """tanh(G w) for the three sets of weights in one product, [..., m, rows] each; no rows where there are none."""
-        none = self.w_b.new_empty(0, self.site.dim)
-        sets = [none if w is None else torch.atleast_2d(w.mT if w.dim() == 2 else w) for w in self.weights()]
-        folded = ops.wide(torch.cat(sets)) * ops.wide(self.norm_weight)  # the norm's weight enters by this product only
+    def dynamic(self, streams: Tensor) -> list[Tensor]:
+        """tanh(G w) for each set of weights that exists, [..., m, rows]; one product serves all."""
+        sets = [self.w_m, None if self.w_r is None else self.w_r.mT, self.w_b]
+        rows = [torch.atleast_2d(w) for w in sets if w is not None]
+        folded = ops.wide(torch.cat(rows)) * ops.wide(self.norm_weight)
         out = ops.normed_linear(streams, folded, eps=self.config.eps)
-        return (torch.tanh(out) if self.config.tanh else out).split([len(s) for s in sets], -1)
-
-    def weights(self) -> tuple[Tensor | None, ...]:
-        return self.w_m, self.w_r, self.w_b
+        return list((torch.tanh(out) if self.config.tanh else out).split([len(r) for r in rows], -1))
