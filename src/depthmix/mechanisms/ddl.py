@@ -111,16 +111,21 @@ class DeepDelta(DepthMixer):
         return (x.unsqueeze(-2).repeat_interleave(self.config.value_width, -2),)
 
     def coeff(self, state: State) -> Coeff:
+        read = self.read_weights(state[0])
+        return self.gates(ops.read_streams(state[0], read), read)
+
+    def read_weights(self, state: Tensor) -> Tensor:
+        if self.readout is not None:
+            return ops.wide(self.readout)
         m = self.config.value_width
-        if self.readout is None:
-            read = state[0].new_full((m,), 1 / m, dtype=ops.accumulator(state[0].dtype))
-        else:
-            read = ops.wide(self.readout)
-        if self.beta_weight is None or self.value_weight is None:
+        return state.new_full((m,), 1 / m, dtype=ops.accumulator(state.dtype))
+
+    def gates(self, h: Tensor, read: Tensor) -> DeltaCoeff:
+        if self.beta_weight is None or self.beta_bias is None or self.value_weight is None:
             return DeltaCoeff(read, None, None, None)
-        c = ops.rms_norm(ops.read_streams(state[0], read), self.config.eps)
-        beta = 2 * torch.sigmoid(ops.linear(c, self.beta_weight[None], self.beta_bias))  # (2)
-        return DeltaCoeff(read, beta, ops.linear(c, self.value_weight), None)  # (3)
+        weights = torch.cat([self.beta_weight[None], self.value_weight])
+        logit, target = ops.normed_linear(h, weights, eps=self.config.eps).split([1, len(self.value_weight)], -1)  # (3)
+        return DeltaCoeff(read, 2 * torch.sigmoid(logit + self.beta_bias), target, None)  # (2)
 
     def combine(self, state: State, c: Coeff) -> Tensor:
         return ops.read_streams(state[0], c.read)  # (1)
@@ -131,6 +136,18 @@ class DeepDelta(DepthMixer):
 
     def update(self, state: State, c: Coeff, v: Tensor) -> State:
         return (ops.delta_rule(state[0], c.key, v, c.beta, c.target),)  # (5)
+
+    def read(self, state: State) -> tuple[Tensor, Any]:
+        """What is read decides the gates too: one read serves both."""
+        self.check_state(state)
+        read = self.read_weights(state[0])
+        h = ops.read_streams(state[0], read)
+        return h, self.gates(h, read)
+
+    def write(self, state: State, carry: Any, y: Tensor) -> State:
+        """As `value` and `update`, without making the key."""
+        y = self.checked_output(state, y)
+        return (ops.normed_delta(state[0], y, carry.beta, carry.target, eps=self.config.key_eps),)
 
 
 def readout_matrix(coeffs: Sequence[DeltaCoeff]) -> Tensor:

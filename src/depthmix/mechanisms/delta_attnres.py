@@ -20,8 +20,9 @@ class DeltaAttnRes(SourceAttention):
     (4) h_l = Σ_i (1 + α_i) v_i
     (5) the sources grow by v_l
 
-    State: the sources, oldest first; the stream is their sum. Row 1 and the output's row are plain sums. w starts at
-    0: rows are constant, the PreNorm network up to scale.
+    State: the sources, oldest first; the stream is their sum. Where a read is one softmax under a static query, the sum
+    of all but the newest source travels behind them: it can be made again. Row 1 and the output's row are plain sums.
+    w starts at 0: rows are constant, the PreNorm network up to scale.
     """
 
     Config = SourceAttentionConfig
@@ -53,7 +54,17 @@ class DeltaAttnRes(SourceAttention):
 
     def spec(self, site: Site) -> StateSpec:
         count = site.index + 1
-        return StateSpec(((site.dim,),) * count, essential=count, sealed=count)
+        derived = self.sums(self.config) and site.index > 1
+        return StateSpec(((site.dim,),) * (count + derived), essential=count, sealed=count)
+
+    @classmethod
+    def sums(cls, config: Any) -> bool:
+        """Whether a read is the running sum plus a mixture that keeps references and numbers only."""
+        return bool(config.two_phase and config.heads == 1)
+
+    def __init__(self, site: Site, config: Any) -> None:
+        super().__init__(site, config)
+        self.carries = self.sums(config) and not site.is_first
 
     def coeff(self, state: State) -> Coeff:
         return 1 + self.weights(state) if self.attends(self.site) else None
@@ -63,3 +74,22 @@ class DeltaAttnRes(SourceAttention):
 
     def update(self, state: State, c: Coeff, v: Tensor) -> State:
         return (*state, v)  # (5)
+
+    def read(self, state: State) -> tuple[Tensor, Any]:
+        if not self.carries:
+            return super().read(state)
+        self.check_state(state)
+        count = self.expects.essential
+        sources, below = state[:count], state[count:]
+        stream = below[0] + sources[-1] if below else ops.weighted_sum(sources, [None] * count)
+        if self.query is None:
+            return stream, None
+        config, folded = self.config, ops.fold(self.query, self.key_weight, stream.dtype)
+        (h,), _ = ops.mixtures(sources, folded, normalize=config.key_norm, eps=config.eps, scale=config.scale)
+        return ops.weighted_sum([stream, h], [None, None]), stream
+
+    def write(self, state: State, carry: Any, y: Tensor) -> State:
+        if not self.carries:
+            return super().write(state, carry, y)
+        y = self.checked_output(state, y)
+        return (*self.update(state[: self.expects.essential], None, y), carry)

@@ -74,7 +74,7 @@ class Highway(DepthMixer):
     def coeff(self, state: State) -> Coeff:
         if self.weight is None:
             return None
-        logit = ops.linear(ops.rms_norm(state[0], self.config.eps), self.weight, self.bias)
+        logit = ops.normed_linear(state[0], self.weight, self.bias, eps=self.config.eps)
         return torch.sigmoid(-logit), torch.sigmoid(logit)  # (1) carry and gate
 
     def combine(self, state: State, c: Coeff) -> Tensor:

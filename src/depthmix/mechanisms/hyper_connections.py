@@ -173,20 +173,22 @@ class HyperConnections(StreamMixer):
         transition: Any = self.alpha_r
         gain = self.beta
         if self.norm_weight is not None:
-            g = ops.rms_norm(state[0], self.config.eps) * self.norm_weight
+            parts = self.dynamic(state[0])
             if self.w_m is not None:
-                read = read + self.dynamic(g, self.w_m, self.s_a)  # (1)
+                read = read + self.s_a * parts.pop(0).squeeze(-1)  # (1)
             if self.w_r is not None:
-                transition = transition + self.dynamic(g, self.w_r.T, self.s_a)  # (2)
-            gain = gain + self.dynamic(g, self.w_b, self.s_b)  # (3)
+                transition = transition + self.s_a * parts.pop(0)  # (2)
+            gain = gain + self.s_b * parts.pop(0).squeeze(-1)  # (3)
         return Streams(
             None if read is None else ops.wide(read),
             None if transition is None else ops.wide(transition).mT,
             ops.wide(gain),
         )
 
-    def dynamic(self, g: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        """scale · tanh(weight @ g), one number a stream for a vector, one row a stream for a matrix."""
-        out = ops.linear(g, weight if weight.dim() == 2 else weight[None])
-        out = out if weight.dim() == 2 else out.squeeze(-1)
-        return scale * (torch.tanh(out) if self.config.tanh else out)
+    def dynamic(self, streams: Tensor) -> list[Tensor]:
+        """tanh(G w) for each set of weights that exists, [..., m, rows]; one product serves all."""
+        sets = [self.w_m, None if self.w_r is None else self.w_r.mT, self.w_b]
+        rows = [torch.atleast_2d(w) for w in sets if w is not None]
+        folded = ops.wide(torch.cat(rows)) * ops.wide(self.norm_weight)
+        out = ops.normed_linear(streams, folded, eps=self.config.eps)
+        return list((torch.tanh(out) if self.config.tanh else out).split([len(r) for r in rows], -1))

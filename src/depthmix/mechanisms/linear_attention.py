@@ -139,17 +139,23 @@ class LinearAttention(DepthMixer):
     def feature(self, x: Tensor) -> Tensor:
         return x if self.config.feature_map == "identity" else ops.elu1(x)
 
-    def project(self, u: Tensor, weight: str, bias: str) -> Tensor:
-        return ops.linear(u, torch.atleast_2d(getattr(self, weight)), getattr(self, bias))
+    def project(self, v: Tensor, *names: tuple[str, str]) -> tuple[Tensor, ...]:
+        """norm(v) under several weights and biases, in one product."""
+        weights = [torch.atleast_2d(getattr(self, weight)) for weight, _ in names]
+        bias = torch.cat([getattr(self, bias) for _, bias in names])
+        return ops.normed_linear(v, torch.cat(weights), bias, eps=self.config.eps).split([len(w) for w in weights], -1)
 
     def written(self, v: Tensor, prefix: str = "") -> Written:
-        u = ops.rms_norm(v, self.config.eps)
-        key = self.feature(self.project(u, prefix + "key_proj", prefix + "key_bias"))  # (1)
-        if self.config.rule == "gated" and not prefix:
-            return Written(torch.sigmoid(self.project(u, "gate_proj", "gate_bias")), key)  # (3)
-        if self.config.rule == "delta":
+        rule = "plain" if self.config.rule == "gated" and prefix else self.config.rule  # nothing there yet to decay
+        second = {"plain": [], "gated": [("gate_proj", "gate_bias")], "delta": [("beta_weight", "beta_bias")]}[rule]
+        names = [(prefix + weight, prefix + bias) for weight, bias in [("key_proj", "key_bias"), *second]]
+        key, *rest = self.project(v, *names)
+        key = self.feature(key)  # (1)
+        if rule == "gated":
+            return Written(torch.sigmoid(rest[0]), key)  # (3)
+        if rule == "delta":
             key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + self.config.eps)
-            beta = 2 * torch.sigmoid(self.project(u, prefix + "beta_weight", prefix + "beta_bias"))
+            beta = 2 * torch.sigmoid(rest[0])
             erased = beta.unsqueeze(-1) * key.unsqueeze(-1) * key.unsqueeze(-2)
             return Written(torch.eye(self.config.rank, dtype=key.dtype, device=key.device) - erased, beta * key)  # (4)
         return Written(None, key)  # (2)

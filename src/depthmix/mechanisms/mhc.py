@@ -133,9 +133,9 @@ class ManifoldHyperConnections(StreamMixer):
     def coeff(self, state: State) -> Coeff:
         if self.projection is None or self.bias is None or self.scale is None:
             return self.plain_readout(state[0])
-        u = ops.rms_norm(state[0].flatten(-2), self.config.norm_eps)
-        z = ops.linear(u, self.projection).split(self.sizes, -1)  # (1)
-        parts = [a * part + b for a, part, b in zip(self.scale, z, self.bias.split(self.sizes), strict=True)]
+        z = ops.normed_linear(state[0].flatten(-2), self.projection, eps=self.config.norm_eps)  # (1)
+        shares = zip(self.scale, z.split(self.sizes, -1), self.bias.split(self.sizes), strict=True)
+        parts = [a * part + b for a, part, b in shares]
         read = None if self.site.is_first else torch.sigmoid(parts.pop(0)) + self.config.eps  # (2)
         if self.site.is_out:
             return Streams(read, None, None)

@@ -128,16 +128,21 @@ class LayerAttention(DepthMixer):
         count = 1 if site.is_first else 2
         return StateSpec(((site.dim,),) * count, essential=count, sealed=0)
 
-    def gate(self, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None) -> Tensor:
+    def head_gate(self, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None) -> Tensor:
+        """[..., H]."""
         assert q_weight is not None
         assert k_weight is not None
-        u = ops.rms_norm(v, self.config.eps)
-        products = (u * q_weight * (u * k_weight)).unflatten(-1, (-1, self.head_dim)).sum(-1)
-        return torch.sigmoid(products * self.head_dim**-0.5).repeat_interleave(self.head_dim, -1)  # (1)
+        weight = ops.wide(q_weight) * ops.wide(k_weight)
+        products = ops.head_products(v, weight, self.head_dim, eps=self.config.eps)
+        return torch.sigmoid(products * self.head_dim**-0.5)  # (1)
+
+    def channels(self, gate: Tensor) -> Tensor:
+        return gate.repeat_interleave(self.head_dim, -1)
 
     def coeff(self, state: State) -> Coeff:
-        first = self.site.is_first
-        embedding = self.gate(state[0], self.embedding_q_weight, self.embedding_k_weight) if first else None
+        embedding = None
+        if self.site.is_first:
+            embedding = self.channels(self.head_gate(state[0], self.embedding_q_weight, self.embedding_k_weight))
         gamma, decay = (None if p is None else ops.wide(p) for p in (self.gamma, self.decay))
         return LightCoeff(gamma, embedding, decay, None)
 
@@ -147,12 +152,25 @@ class LayerAttention(DepthMixer):
         return ops.weighted_sum(state, [None, c.gamma])  # (4)
 
     def value(self, state: State, c: Coeff, y: Tensor) -> tuple[Coeff, Tensor]:
-        return c._replace(gate=self.gate(y, self.q_weight, self.k_weight)), y
+        return c._replace(gate=self.channels(self.head_gate(y, self.q_weight, self.k_weight))), y
 
     def update(self, state: State, c: Coeff, v: Tensor) -> State:
-        x, o = (state[0], state[0]) if c.embedding is not None else state
-        kept = c.decay if c.embedding is None else c.decay * c.embedding
+        x, o, kept = self.held(state, c)
         return x + v, ops.weighted_sum([o, v], [kept, c.gate])  # (3) (2)
+
+    def held(self, state: State, c: Coeff) -> tuple[Tensor, Tensor, Tensor]:
+        """x, o and what is kept of o; the embedding waits for its gate until the first write."""
+        if c.embedding is None:
+            return *state, c.decay
+        return state[0], state[0], c.decay * c.embedding
+
+    def write(self, state: State, carry: Any, y: Tensor) -> State:
+        """As `value` and `update`, with one number a head where a trace has a gate for each channel."""
+        y = self.checked_output(state, y)
+        x, *rest = self.held(state, carry)
+        gate = self.head_gate(y, self.q_weight, self.k_weight).unsqueeze(-1)
+        o, v, kept = (t.unflatten(-1, (-1, self.head_dim)) for t in (rest[0], y, rest[1]))
+        return x + y, ops.weighted_sum([o, v], [kept, gate]).flatten(-2)
 
 
 class BaseLayerAttention(LayerAttention):
@@ -214,6 +232,8 @@ class BaseLayerAttention(LayerAttention):
 
     def value(self, state: State, c: Coeff, y: Tensor) -> tuple[Coeff, Tensor]:
         return (c if self.k_weight is None else c._replace(key=self.key(y, self.k_weight))), y
+
+    write = DepthMixer.write
 
     def update(self, state: State, c: Coeff, v: Tensor) -> State:
         known = state if c.embedding is None else (state[0], c.embedding.to(v.dtype))

@@ -2,6 +2,7 @@
 
 from depthmix.ops.attend import attend, check_sources, merge, mixture, mixtures
 from depthmix.ops.backend import using
+from depthmix.ops.delta import normed_delta
 from depthmix.ops.reference import (
     accumulator,
     delta_rule,
@@ -10,14 +11,12 @@ from depthmix.ops.reference import (
     key_of,
     linear,
     mix,
-    read_streams,
     rms_norm,
     scores,
-    weighted_sum,
     wide,
-    write_streams,
 )
 from depthmix.ops.sinkhorn import sinkhorn
+from depthmix.ops.streams import head_products, normed_linear, read_streams, weighted_sum, write_streams
 
 __all__ = [
     "accumulator",
@@ -26,12 +25,15 @@ __all__ = [
     "delta_rule",
     "elu1",
     "fold",
+    "head_products",
     "key_of",
     "linear",
     "merge",
     "mix",
     "mixture",
     "mixtures",
+    "normed_delta",
+    "normed_linear",
     "read_streams",
     "rms_norm",
     "scores",

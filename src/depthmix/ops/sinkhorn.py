@@ -1,19 +1,24 @@
-"""Sinkhorn's iteration with a backward pass that runs it again instead of keeping its graph."""
+"""Sinkhorn's iteration with a backward pass that runs it again instead of keeping its graph.
+
+Axes: ... any leading shape, M stream, N all tokens, which come last: operations run along them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from depthmix.ops import reference
-from depthmix.ops.backend import chosen, traced_by_torch
+from depthmix.ops.reference import wide
+from depthmix.ops.streams import plain_wanted, replayed
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float = 0.0) -> Tensor:
     """[..., M, M] made doubly stochastic: rows and columns in turn, columns last; see `reference.sinkhorn`."""
-    if traced_by_torch() or chosen() == "reference":
+    if plain_wanted():
         return reference.sinkhorn(logits, iterations, eps)
     out: Tensor = Sinkhorn.apply(logits, iterations, eps)
     return out
@@ -26,14 +31,42 @@ class Sinkhorn(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, iterations: int, eps: float) -> Tensor:
         ctx.save_for_backward(logits)
         ctx.options = (iterations, eps)
-        return reference.sinkhorn(logits, iterations, eps)
+        if eps:
+            return reference.sinkhorn(logits, iterations, eps)
+        for _, matrix in half_steps(tokens_last(wide(logits)), iterations):
+            last = matrix
+        return tokens_first(last, logits.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (logits,) = ctx.saved_tensors
-        again = torch.is_grad_enabled()  # a graph of this very pass is wanted: stay on the real logits
-        with torch.enable_grad():
-            leaf = logits if again else logits.detach().requires_grad_()
-            out = reference.sinkhorn(leaf, *ctx.options)
-            (found,) = torch.autograd.grad(out, leaf, grad, create_graph=again)
-        return found, None, None
+        iterations, eps = ctx.options
+        if torch.is_grad_enabled() or eps:
+            leaf = logits if torch.is_grad_enabled() else logits.detach().requires_grad_()
+            (found,) = replayed(lambda x: reference.sinkhorn(x, iterations, eps), (leaf,), grad)
+            return found, None, None
+        steps = list(half_steps(tokens_last(wide(logits)), iterations))
+        felt = tokens_last(grad).mul(steps[-1][1])
+        for axis, matrix in reversed(steps):  # log − lse(log), whatever the axis: the slope of a log-softmax
+            felt.addcmul_(matrix, felt.sum(axis, keepdim=True), value=-1)
+        return tokens_first(felt, logits.shape).to(logits.dtype), None, None
+
+
+def half_steps(logits: Tensor, iterations: int) -> Iterator[tuple[int, Tensor]]:
+    """The matrix [M, M, N] after each half-step, with the axis along which it now sums to 1."""
+    log = torch.log_softmax(logits, 1)
+    yield 1, log.exp()
+    log = log - log.logsumexp(0, keepdim=True)  # a column may underflow as a whole
+    yield 0, (matrix := log.exp())
+    for step in range(2, 2 * iterations):  # from here on sums lie between 1/M² and M: no largest entry to take out
+        axis = (step + 1) % 2
+        log = log - matrix.sum(axis, keepdim=True).log_()
+        yield axis, (matrix := log.exp())
+
+
+def tokens_last(x: Tensor) -> Tensor:
+    return x.reshape(-1, *x.shape[-2:]).permute(1, 2, 0).contiguous()
+
+
+def tokens_first(x: Tensor, shape: torch.Size) -> Tensor:
+    return x.permute(2, 0, 1).contiguous().view(shape)
