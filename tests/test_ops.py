@@ -174,3 +174,20 @@ def test_the_delta_rule_overwrites_what_a_unit_key_holds() -> None:
     after = dm.ops.delta_rule(rows, key, key, beta, target)
     assert torch.allclose((after * key[:, None]).sum(-1), target)
     assert torch.allclose(dm.ops.delta_rule(rows, key, key, 0 * beta, target), rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merging_keeps_its_inputs_and_numbers_per_token(dtype: torch.dtype) -> None:
+    h1, h2 = (torch.randn(64, 256, dtype=dtype, requires_grad=True) for _ in range(2))
+    lse1, lse2 = (torch.randn(64, requires_grad=True) for _ in range(2))
+    held = {t.untyped_storage().data_ptr() for t in (h1, h2)}
+    kept: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in held:
+            kept.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        dm.ops.merge(h1, lse1, h2, lse2)
+    assert sum(kept) <= 64 * 4 * 8

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from depthmix.ops import closed, fused, native, reference, traced
 from depthmix.ops.backend import backend_for, chosen, takes_fused, traced_by_torch
+from depthmix.ops.streams import weighted_sum
 
 
 def attend(
@@ -171,7 +172,9 @@ def merge(h1: Tensor, lse1: Tensor, h2: Tensor, lse2: Tensor) -> tuple[Tensor, T
         check_beside(name, lse, h1)
         if lse.shape != h1.shape[:-1]:
             raise ValueError(f"{name} has shape {list(lse.shape)}; expected {list(h1.shape[:-1])}, one number a token")
-    return reference.merge(h1, lse1, h2, lse2)
+    gap = (lse1 - lse2).unsqueeze(-1)
+    h = weighted_sum([h1, h2], [torch.sigmoid(gap), torch.sigmoid(-gap)])  # keeps its inputs and two numbers a token
+    return h, torch.logaddexp(lse1, lse2)
 
 
 def check_sources(sources: Sequence[Tensor], names: Sequence[str] | None = None) -> None:
