@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 # bf16 products end in an illegal instruction on CPUs that advertise AMX without its tile palette.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test lint docs conformance bench clean help
+.PHONY: demo test test-full lint docs conformance bench clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo         heat maps of M for every mechanism, under out/"
 	@echo "make test         linters, types and all tests (a few minutes on two cores)"
+	@echo "make test-full    the same with every combination of mechanism, KV site and form of the decoder"
 	@echo "make conformance  compare with public implementations from PyPI"
 	@echo "make bench        measure speed and memory beside other implementations; writes docs/results/speed.md (over an hour)"
 	@echo "make docs         build the documentation into site/"
@@ -44,6 +45,9 @@ lint: $(VENV)/dev
 
 test: $(VENV)/dev compiler lint
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-full: $(VENV)/dev compiler lint
+	$(BIN)/python -m pytest -n 2 -m "" $(ARGS)
 
 # Public implementations bring many packages along: they have an environment of their own.
 PEERS := .venv-conformance

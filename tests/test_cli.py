@@ -25,7 +25,8 @@ def test_list_names_every_mechanism(capsys: pytest.CaptureFixture[str]) -> None:
 def test_list_as_json_holds_the_facts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--json", "--dim", "64", "--depth", "6"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert set(rows) == set(dm.list_mechanisms())
+    assert set(rows) == {*dm.list_mechanisms(), *dm.list_mechanisms(kind="kv")}
+    assert rows["depth_attention"]["kind"] == "kv"
     assert rows["attnres"]["parameters"] == 2 * 6 * 64
     assert rows["attnres"]["two_phase"] is True
     assert rows["residual"]["preserves_prenorm"] == "exact"
@@ -34,13 +35,13 @@ def test_list_as_json_holds_the_facts(capsys: pytest.CaptureFixture[str]) -> Non
     assert {"paper", "state", "reads", "writes"} <= set(rows["ddl"])
 
 
-@pytest.mark.parametrize("name", dm.list_mechanisms())
+@pytest.mark.parametrize("name", [*dm.list_mechanisms(), *dm.list_mechanisms(kind="kv")])
 def test_show_sets_equations_against_code(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", name]) == 0
     out = capsys.readouterr().out
     assert name in out
     assert ".py:" in out
-    assert "parameters" in out
+    assert ("Options" if name in dm.list_mechanisms(kind="kv") else "parameters") in out
 
 
 def test_show_takes_options_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:

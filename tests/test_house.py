@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 import subprocess
@@ -14,6 +15,7 @@ import torch
 
 import depthmix as dm
 from depthmix.cli.show import equations
+from depthmix.mechanisms import kv_mechanism
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "depthmix"
@@ -103,7 +105,6 @@ def test_a_page_names_every_option_and_parameter(name: str) -> None:
 @pytest.mark.parametrize("name", dm.list_mechanisms())
 def test_variants_reach_every_choice_of_every_option(name: str) -> None:
     """What the class names as its variants is what all tests run over: it must leave nothing out."""
-    import dataclasses
     import typing
 
     cls = dm.mechanism(name)
@@ -117,6 +118,20 @@ def test_variants_reach_every_choice_of_every_option(name: str) -> None:
             assert seen == {True, False}, field.name
         elif hint is not float and "eps" not in field.name:
             assert len(seen) > 1, field.name
+
+
+@pytest.mark.parametrize("name", dm.list_mechanisms(kind="kv"))
+def test_every_value_mixer_has_its_page_its_reference_and_its_equations(name: str) -> None:
+    cls = kv_mechanism(name)
+    page = (ROOT / "docs" / "mechanisms" / f"{name}.md").read_text()
+    assert (ROOT / "tests" / "reference" / f"{name}.py").is_file()
+    assert f"({name}.md)" in (ROOT / "docs" / "mechanisms" / "index.md").read_text()
+    assert equations(cls)
+    assert all(row["code"] for row in equations(cls))
+    assert cls.paper
+    assert cls.holds
+    for field in dataclasses.fields(cls.Config):
+        assert f"`{field.name}`" in page, field.name
 
 
 def test_files_stay_about_one_screen() -> None:

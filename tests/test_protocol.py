@@ -351,7 +351,7 @@ def test_kv_mixers_split_like_depth_mixers() -> None:
         def combine(self, v: Tensor, kv: dm.State, c: Any) -> Tensor:
             return v + c * (kv[0] - v) if kv else v
 
-        def update(self, k: Tensor, mixed: Tensor, kv: dm.State) -> dm.State:
+        def update(self, k: Tensor, v: Tensor, mixed: Tensor, kv: dm.State) -> dm.State:
             return kv or (mixed,)
 
         def spec(self, site: dm.Site) -> dm.StateSpec:
@@ -361,7 +361,7 @@ def test_kv_mixers_split_like_depth_mixers() -> None:
     kv, values = (), torch.randn(3, 2, 4, 5, 8)
     q = k = torch.randn(2, 4, 5, 8)
     for index in range(3):
-        mixer = FirstValue(dm.Site(index, 3, 8, "attn"), dm.MixerConfig())
+        mixer = FirstValue(dm.Site(index, 3, 8, "attn"), dm.MixerConfig(), (0, 1, 2))
         kv = mixer.begin() if index == 0 else kv
         assert len(kv) == len(mixer.spec(mixer.site).shapes)
         mixed, kv = mixer.mix(q, k, values[index], kv)
@@ -371,4 +371,4 @@ def test_kv_mixers_split_like_depth_mixers() -> None:
 
 def test_list_of_kinds() -> None:
     assert "attnres" in dm.list_mechanisms()
-    assert dm.list_mechanisms(kind="kv") == []
+    assert dm.list_mechanisms(kind="kv") == ["depth_attention", "value_residual"]

@@ -3,6 +3,7 @@
 from depthmix import ops
 from depthmix.analysis import Trace, effective_rank, row_sums, semiseparable_rank, sinks
 from depthmix.analysis.trace import trace
+from depthmix.inference import DynamicCache, PreallocatedCache, generate
 from depthmix.mechanisms import (
     DepthMixer,
     DepthStack,
@@ -17,27 +18,48 @@ from depthmix.mechanisms import (
     option,
     param_groups,
 )
+from depthmix.models import (
+    Decoder,
+    DecoderConfig,
+    LoopConfig,
+    MoEConfig,
+    load_model,
+    preset,
+    save_model,
+    update_balance,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Decoder",
+    "DecoderConfig",
     "DepthMixer",
     "DepthStack",
+    "DynamicCache",
     "Facts",
     "KVMixer",
+    "LoopConfig",
     "MixerConfig",
+    "MoEConfig",
+    "PreallocatedCache",
     "Site",
     "State",
     "StateSpec",
     "Trace",
     "effective_rank",
+    "generate",
     "list_mechanisms",
+    "load_model",
     "mechanism",
     "ops",
     "option",
     "param_groups",
+    "preset",
     "row_sums",
+    "save_model",
     "semiseparable_rank",
     "sinks",
     "trace",
+    "update_balance",
 ]

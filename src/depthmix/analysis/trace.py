@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from depthmix import ops
 from depthmix.analysis.structure import effective_rank, row_sums, semiseparable_rank, sinks
-from depthmix.mechanisms import DepthMixer, DepthStack, State
+from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, State
 
 TraceKind = Literal["scalar", "head", "channel", "operator"]
-TENSORS = ("M", "sources", "inputs", "parts")
+TENSORS = ("M", "sources", "inputs", "parts", "values")
+OPTIONAL = {"parts", "values"}
 ABOUT = ("kind", "mechanism", "options", "channels")
 SUMMARY = {
     "scalar": "weight of each source",
@@ -44,6 +45,8 @@ class Trace:
         a summary; `contributions` is exact for every kind.
     sources: v_0 … v_L as [L+1, ..., D].
     inputs: h_1 … h_{L+1} as [L+1, ..., D].
+    values: [B, T, K, N, N] where attention mixes values over depth: for each token and key-value head, how much of the
+        raw value of each of N attention layers (column) is in the value that a layer caches (row).
     coefficients: what each site computed, as its mechanism returns it. Not saved.
     """
 
@@ -55,6 +58,7 @@ class Trace:
     options: dict[str, Any]
     channels: list[int] | None = None
     parts: Tensor | None = None  # contributions of an operator-valued mechanism [row, source, ..., D]
+    values: Tensor | None = None
     coefficients: list[Any] = field(default_factory=list)
 
     def __repr__(self) -> str:
@@ -132,7 +136,7 @@ class Trace:
         except json.JSONDecodeError:
             about = None
         complete = isinstance(about, dict) and set(about) == set(ABOUT) and about["kind"] in SUMMARY
-        if not complete or set(tensors) not in (set(TENSORS), set(TENSORS) - {"parts"}):
+        if not complete or not set(TENSORS) - OPTIONAL <= set(tensors) <= set(TENSORS):
             raise ValueError(f"{path} is a safetensors file but no trace; expected one that Trace.save wrote")
         return cls(**tensors, **about)
 
@@ -205,6 +209,44 @@ def recording(stack: DepthStack) -> Iterator[Record]:
             delattr(module, name)
 
 
+@contextmanager
+def recording_values(model: nn.Module) -> Iterator[list[tuple[KVMixer, Any, Tensor]]]:
+    """While open, each run of a value mixer is recorded: the mixer, its coefficients and the key beside the value."""
+    layers: list[tuple[KVMixer, Any, Tensor]] = []
+
+    def recorded(mixer: KVMixer) -> Callable[[Tensor, Tensor, State], Any]:
+        def coeff(q: Tensor, k: Tensor, kv: State) -> Any:
+            c = type(mixer).coeff(mixer, q, k, kv)
+            layers.append((mixer, snapshot(c), k))
+            return c
+
+        return coeff
+
+    mixers = [m for m in model.modules() if isinstance(m, KVMixer)]
+    try:
+        for mixer in mixers:
+            mixer.coeff = recorded(mixer)  # type: ignore[method-assign, assignment]
+        yield layers
+    finally:
+        for mixer in mixers:
+            mixer.__dict__.pop("coeff", None)
+
+
+def value_matrix(layers: Sequence[tuple[KVMixer, Any, Tensor]]) -> Tensor | None:
+    """[B, T, K, N, N] by replaying the mixers on one-hot values; None where no attention mixes values."""
+    if not layers:
+        return None
+    n, k = len(layers), layers[0][2]
+    kv, rows = layers[0][0].begin(), []
+    for i, (mixer, c, _) in enumerate(layers):
+        v = ops.wide(k).new_zeros((n, *k.shape[:-1], 1))  # [source, B, K, T, 1]
+        v[i] = 1
+        mixed = mixer.combine(v, kv, c)
+        kv = mixer.update(k, v, mixed, kv)
+        rows.append(mixed.squeeze(-1))
+    return torch.stack(rows).permute(2, 4, 3, 0, 1)  # [B, T, K, row, source]
+
+
 def replay(
     stack: DepthStack, coefficients: Sequence[Any], sources: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[State]]:
@@ -244,14 +286,16 @@ def trace(
     if sublayers is not None and not isinstance(model, DepthStack):
         raise ValueError(f"sublayers given with a {type(model).__name__}; expected them with a bare DepthStack only")
     stack = model if isinstance(model, DepthStack) else find_stack(model)
-    with recording(stack) as record:
+    with recording(stack) as record, recording_values(model) as layers:
         if isinstance(model, DepthStack):
             if sublayers is None or inputs:
                 raise ValueError("a bare DepthStack has no sublayers; expected trace(stack, x, sublayers)")
             model(x, sublayers)
         else:
             model(x, **inputs)
-    return assemble(stack, record, channels)
+    found = assemble(stack, record, channels)
+    found.values = value_matrix(layers)
+    return found
 
 
 def find_stack(model: nn.Module) -> DepthStack:

@@ -10,12 +10,13 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run a verb; wrong input ends with its message and exit code 2."""
     import tyro
 
-    from depthmix.cli import bench, show, verify
+    from depthmix.cli import bench, generate, show, verify
     from depthmix.cli import list as list_verb
 
     verbs: dict[str, Callable[..., int]] = {
         "list": list_verb.run,
         "show": show.run,
+        "generate": generate.run,
         "verify": verify.run,
         "bench": bench.run,
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from depthmix.mechanisms import DepthStack, list_mechanisms
+from depthmix.mechanisms import DepthStack, kv_mechanism, list_mechanisms
 
 
 def run(dim: int = 768, depth: int = 24, json: bool = False) -> int:
@@ -20,7 +20,12 @@ def run(dim: int = 768, depth: int = 24, json: bool = False) -> int:
         json: print a list of objects instead of a table.
     """
     rows = [describe(on_meta(name, dim, depth)) for name in list_mechanisms()]
-    print(json_format.dumps(rows, indent=2, ensure_ascii=False)) if json else print_table(rows, dim, depth)
+    values = [describe_kv(name) for name in list_mechanisms(kind="kv")]
+    if json:
+        print(json_format.dumps([*rows, *values], indent=2, ensure_ascii=False))
+    else:
+        print_table(rows, dim, depth)
+        print_values(values)
     return 0
 
 
@@ -35,6 +40,7 @@ def describe(stack: DepthStack) -> dict[str, Any]:
     cls = type(next(iter(stack)))
     return {
         "name": stack.name,
+        "kind": "depth",
         "paper": cls.paper,
         "state": cls.holds,
         "parameters_formula": cls.parameters_formula,
@@ -45,6 +51,27 @@ def describe(stack: DepthStack) -> dict[str, Any]:
         "options": dataclasses.asdict(stack.config),
         **dataclasses.asdict(stack.facts),
     }
+
+
+def describe_kv(name: str) -> dict[str, Any]:
+    cls = kv_mechanism(name)
+    return {"name": name, "kind": "kv", "paper": cls.paper, "state": cls.holds}
+
+
+def print_values(rows: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    title = "Inside attention: values mixed over depth, with any of the above"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for heading in ("mechanism", "arXiv", "state"):
+        table.add_column(heading, no_wrap=heading == "mechanism")
+    for row in rows:
+        table.add_row(row["name"], row["paper"].removeprefix("arXiv "), row["state"])
+    console = Console()
+    console.print(table)
+    console.print("\nFormulas, options and code of one mechanism: depthmix show NAME")
 
 
 def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
@@ -79,4 +106,3 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
     console.print("traffic  reads + writes per token and sublayer counted in widths D")
     console.print("two-phase  queries are known in advance: reads of several sites share a pass")
     console.print("PreNorm  whether a fresh stack computes the PreNorm network\n")
-    console.print("Formulas, options and code of one mechanism: depthmix show NAME")

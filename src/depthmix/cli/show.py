@@ -1,4 +1,7 @@
-"""`depthmix show`: one mechanism, its equations against the lines that compute them, its options and its cost."""
+"""`depthmix show`: one mechanism, its equations against the lines that compute them, its options and its cost.
+
+Or a decoder by its name, its configuration and what it counts.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,23 @@ import torch
 import tyro
 
 from depthmix.cli.list import describe, on_meta
-from depthmix.mechanisms import DepthMixer, DepthStack
+from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, kv_mechanism, list_mechanisms, make_config
+from depthmix.models.presets import PRESETS, count_parameters
+from depthmix.models.presets import preset as find_preset
 
 TAG = re.compile(r"\((\w+)\)")
 
 
 def run(
-    name: Annotated[str, tyro.conf.Positional],
+    name: Annotated[str | None, tyro.conf.Positional] = None,
     options: tuple[str, ...] = (),
     dim: int = 768,
     depth: int = 24,
     dtype: str = "bfloat16",
+    preset: str | None = None,
     json: bool = False,
 ) -> int:
-    """Show a mechanism: equations and code, options, cost for a given size.
+    """Show a mechanism: equations and code, options, cost for a given size. Or a decoder: what it is made of.
 
     Args:
         name: a name from `depthmix list`.
@@ -36,20 +42,34 @@ def run(
         dim: width D.
         depth: number of sublayers L.
         dtype: of the stream, for the figures in bytes.
+        preset: in place of a mechanism, the name of a decoder, such as attnres-194m; all: every one of them.
         json: print an object instead of text.
     """
-    stack = on_meta(name, dim, depth, **parse_options(options))
-    cls = type(next(iter(stack)))
-    about = {
-        **describe(stack),
-        "chosen": list(options),
+    if (name is None) == (preset is None):
+        raise ValueError("show takes one of: NAME, a mechanism from `depthmix list`, or --preset NAME, such as all")
+    if preset is not None:
+        return show_preset(preset, json)
+    assert name is not None
+    about: dict[str, Any]
+    if name in list_mechanisms(kind="kv"):
+        kv = kv_mechanism(name)
+        make_config(kv, name, parse_options(options), dim=dim, depth=depth)
+        about = {"name": name, "kind": "kv", "paper": kv.paper, "state": kv.holds, **page_of(kv)}
+    else:
+        stack = on_meta(name, dim, depth, **parse_options(options))
+        about = {**describe(stack), "chosen": list(options), **page_of(type(next(iter(stack))))}
+        about["cost"] = cost(stack, dtype)
+    print(json_format.dumps(about, indent=2, ensure_ascii=False, default=str)) if json else print_page(about)
+    return 0
+
+
+def page_of(cls: type[DepthMixer] | type[KVMixer]) -> dict[str, Any]:
+    """What a class says of itself in words."""
+    return {
         "description": inspect.getdoc(cls) or "",
         "equations": equations(cls),
         "option_table": option_table(cls),
-        "cost": cost(stack, dtype),
     }
-    print(json_format.dumps(about, indent=2, ensure_ascii=False, default=str)) if json else print_page(about)
-    return 0
 
 
 def parse_options(pairs: tuple[str, ...]) -> dict[str, Any]:
@@ -65,7 +85,7 @@ def parse_options(pairs: tuple[str, ...]) -> dict[str, Any]:
     return options
 
 
-def equations(cls: type[DepthMixer]) -> list[dict[str, Any]]:
+def equations(cls: type[DepthMixer] | type[KVMixer]) -> list[dict[str, Any]]:
     """Each equation of the docstring, marked (1), (2), …, with the lines of code that carry its mark."""
     lines = marked_lines(cls)
     found = []
@@ -75,11 +95,11 @@ def equations(cls: type[DepthMixer]) -> list[dict[str, Any]]:
     return found
 
 
-def marked_lines(cls: type[DepthMixer]) -> dict[str, list[str]]:
+def marked_lines(cls: type[DepthMixer] | type[KVMixer]) -> dict[str, list[str]]:
     """Lines that end in a comment with marks, of the class and of the classes that it builds upon."""
     lines: dict[str, list[str]] = {}
     for owner in cls.__mro__:
-        if owner is DepthMixer:
+        if owner in (DepthMixer, KVMixer):
             break
         source, start = inspect.getsourcelines(owner)
         file = Path(inspect.getsourcefile(owner) or "").name
@@ -93,7 +113,7 @@ def marked_lines(cls: type[DepthMixer]) -> dict[str, list[str]]:
     return lines
 
 
-def option_table(cls: type[DepthMixer]) -> list[dict[str, str]]:
+def option_table(cls: type[DepthMixer] | type[KVMixer]) -> list[dict[str, str]]:
     hints = typing.get_type_hints(cls.Config)
     return [
         {
@@ -149,6 +169,14 @@ def print_page(about: dict[str, Any]) -> None:
         for row in about["option_table"]:
             table.add_row(*(escape(row[key]) for key in ("option", "default", "takes", "meaning")))
         console.print(table)
+    if "cost" in about:
+        console.print(cost_table(about))
+
+
+def cost_table(about: dict[str, Any]) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
     facts, figures = about, about["cost"]
     table = Table(title=f"At D = {facts['dim']}, L = {facts['depth']}", title_justify="left", show_header=False)
     defaults = not about["chosen"]  # formulas are those of the default options
@@ -167,4 +195,68 @@ def print_page(about: dict[str, Any]) -> None:
     ]
     for key, value in rows:
         table.add_row(key, escape(value))
+    return table
+
+
+def show_preset(name: str, json: bool) -> int:
+    """A decoder's configuration and counts; of all decoders the counts."""
+    found = []
+    for each in PRESETS if name == "all" else (name,):
+        config = find_preset(each)
+        counts = dataclasses.asdict(count_parameters(config))
+        found.append({"name": each, "parameters": counts, "configuration": config.to_dict()})
+    if json:
+        print(json_format.dumps(found if name == "all" else found[0], indent=2, ensure_ascii=False))
+    elif name == "all":
+        print_counts(found)
+    else:
+        print_preset(found[0])
+    return 0
+
+
+def print_preset(about: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"[bold]{about['name']}[/bold]\n")
+    parts = (
+        ("Configuration", {key: setting(value) for key, value in about["configuration"].items()}),
+        ("Parameters", {key.replace("_", " "): f"{value:,}" for key, value in about["parameters"].items()}),
+    )
+    for title, rows in parts:
+        table = Table(title=title, title_justify="left", show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for key, value in rows.items():
+            table.add_row(key, escape(value))
+        console.print(table)
+
+
+def setting(value: Any) -> str:
+    return ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+
+def print_counts(found: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Decoders by name, millions of parameters", title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("preset", no_wrap=True)
+    headings = {
+        "total": "total",
+        "active": "active",
+        "active_without_embeddings": "active, no\nembeddings",
+        "embedding": "embedding\nand head",
+        "mixer": "mixer",
+    }
+    for heading in headings.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in found:
+        table.add_row(row["name"], *(f"{row['parameters'][key] / 1e6:,.2f}" for key in headings))
+    console = Console(highlight=False)
     console.print(table)
+    console.print("active: what one token uses, all but the experts that it does not go to")
+    console.print("Configuration and exact counts of one: depthmix show --preset NAME")

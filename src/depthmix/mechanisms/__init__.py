@@ -2,7 +2,7 @@
 
 from depthmix.mechanisms.base import DepthMixer, Facts, KVMixer, MixerConfig, Site, State, StateSpec, option
 from depthmix.mechanisms.registry import kv_mechanism, list_mechanisms, mechanism
-from depthmix.mechanisms.stack import DepthStack, param_groups
+from depthmix.mechanisms.stack import DepthStack, make_config, make_kv_mixers, param_groups
 
 __all__ = [
     "DepthMixer",
@@ -15,6 +15,8 @@ __all__ = [
     "StateSpec",
     "kv_mechanism",
     "list_mechanisms",
+    "make_config",
+    "make_kv_mixers",
     "mechanism",
     "option",
     "param_groups",

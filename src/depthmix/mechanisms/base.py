@@ -106,6 +106,11 @@ def check_option(name: str, value: object, hint: Any) -> None:
     elif isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         if value is not None:
             check_option(name, value, next(c for c in choices if c is not type(None)))
+    elif typing.get_origin(hint) is tuple:
+        if not isinstance(value, (tuple, list)):
+            raise ValueError(f"{name}={value!r}; expected a list")
+        for each in value:
+            check_option(name, each, choices[0])
     elif hint is bool:
         if not isinstance(value, bool):
             raise ValueError(f"{name}={value!r}; expected True or False")
@@ -136,10 +141,10 @@ def check_positive(name: str, value: float) -> None:
         raise ValueError(f"{name}={value}; expected a number above 0, such as 1e-6")
 
 
-def check_divides(name: str, value: int, dim: int) -> None:
+def check_divides(name: str, value: int, dim: int, of: str = "the width, dim") -> None:
     check_range(name, value, 1)
     if dim % value:
-        raise ValueError(f"{name}={value}; expected a divisor of the width, dim={dim}")
+        raise ValueError(f"{name}={value}; expected a divisor of {of}={dim}")
 
 
 def rank_cap(depth: int) -> int:
@@ -282,36 +287,52 @@ class KVMixer(nn.Module):
     It mixes the values of the attention layers below, at the same token. Its state is a plain tuple: the keys and
     mixed values that later layers may read. Non-linear part and linear maps are split as in `DepthMixer`.
 
-    q [..., Q, T, d], k and v [..., K, T, d] with Q query heads in groups over K key-value heads of width d.
+    Axes: ... any leading shape, Q query head, K key-value head, T token, d channel of a head.
     """
 
     Config: ClassVar[type[MixerConfig]] = MixerConfig
     paper: ClassVar[str] = ""
+    holds: ClassVar[str] = ""
     variants: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
 
-    def __init__(self, site: Site, config: MixerConfig) -> None:
+    def __init__(self, site: Site, config: MixerConfig, order: tuple[int, ...]) -> None:
+        """`site` counts executions of attention, its dim is a head's width; `order` says which layer each one runs."""
         super().__init__()
-        self.site = site  # index and depth count attention layers, dim is the head's width
+        self.site = site
         self.config: Any = config
+        self.order = order
+        self.expects = self.spec(site)  # so `spec` may use nothing but site, config and order
+
+    def reset_parameters(self) -> None:
+        """Give every parameter its start."""
 
     def begin(self) -> State:
+        """The state before the first attention."""
         return ()
 
     def coeff(self, q: Tensor, k: Tensor, kv: State) -> Coeff:
-        """Weights of the sources and of the own value; in float32 at least."""
+        """Weights of the own value and of what `kv` holds; in float32 at least. None: the value stays as it is."""
         raise NotImplementedError(f"{type(self).__name__} must say its weights")
 
     def combine(self, v: Tensor, kv: State, c: Coeff) -> Tensor:
         """The mixed value. Linear in `v` and in the values of `kv`."""
         raise NotImplementedError(f"{type(self).__name__} must say what it mixes")
 
-    def update(self, k: Tensor, mixed: Tensor, kv: State) -> State:
-        """What later layers may read."""
+    def update(self, k: Tensor, v: Tensor, mixed: Tensor, kv: State) -> State:
+        """What later layers may read. Linear in `v`, `mixed` and the values of `kv`."""
         raise NotImplementedError(f"{type(self).__name__} must say what it keeps")
 
     def spec(self, site: Site) -> StateSpec:
+        """Shapes alive before `site`, after the leading ones [..., K, T]."""
         raise NotImplementedError(f"{type(self).__name__} must say its shapes")
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, kv: State) -> tuple[Tensor, State]:
+        """The value to cache and attend to, and the new state, from q [..., Q, T, d] and k, v [..., K, T, d]."""
+        want = len(self.expects.shapes)
+        if len(kv) != want:
+            raise ValueError(
+                f"attention {self.site.index} got a state of {len(kv)} tensors; expected {want}. Attention layers must "
+                "be run in their order, each handing on what it returned"
+            )
         mixed = self.combine(v, kv, self.coeff(q, k, kv))
-        return mixed, self.update(k, mixed, kv)
+        return mixed, self.update(k, v, mixed, kv)

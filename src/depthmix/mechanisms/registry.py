@@ -27,7 +27,10 @@ DEPTH: dict[str, str] = {
     "residual": "depthmix.mechanisms.residual:Residual",
     "scaled_residual": "depthmix.mechanisms.scaled_residual:ScaledResidual",
 }
-KV: dict[str, str] = {}
+KV: dict[str, str] = {
+    "depth_attention": "depthmix.mechanisms.depth_attention:DepthAttention",
+    "value_residual": "depthmix.mechanisms.value_residual:ValueResidual",
+}
 
 
 def installed() -> dict[str, EntryPoint]:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from depthmix.mechanisms.base import DepthMixer, Facts, Kind, MixerConfig, Site, State, StateSpec, check_range
-from depthmix.mechanisms.registry import mechanism
+from depthmix.mechanisms.base import (
+    DepthMixer,
+    Facts,
+    Kind,
+    KVMixer,
+    MixerConfig,
+    Site,
+    State,
+    StateSpec,
+    check_range,
+)
+from depthmix.mechanisms.registry import kv_mechanism, mechanism
 
 
 class DepthStack(nn.Module):
@@ -153,7 +163,9 @@ def make_sites(dim: int, depth: int, kinds: Sequence[Kind] | None) -> list[Site]
     return [Site(i, depth, dim, kind) for i, kind in enumerate(kinds)]
 
 
-def make_config(cls: type[DepthMixer], name: str, options: dict[str, Any], *, dim: int, depth: int) -> MixerConfig:
+def make_config(
+    cls: type[DepthMixer] | type[KVMixer], name: str, options: Mapping[str, Any], *, dim: int, depth: int
+) -> MixerConfig:
     known = [field.name for field in dataclasses.fields(cls.Config)]
     for option in options:
         if option not in known:
@@ -166,6 +178,20 @@ def make_config(cls: type[DepthMixer], name: str, options: dict[str, Any], *, di
         return config
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+
+
+def make_kv_mixers(
+    name: str | None, options: Mapping[str, Any], *, head_dim: int, order: Sequence[int]
+) -> list[KVMixer]:
+    """One mixer for each execution of an attention layer, `order` naming the layers; none without a name."""
+    if name is None:
+        return []
+    cls, depth = kv_mechanism(name), len(order)
+    config = make_config(cls, name, options, dim=head_dim, depth=depth)
+    mixers = [cls(Site(i, depth, head_dim, "attn"), config, tuple(order)) for i in range(depth)]
+    for mixer in mixers:
+        mixer.reset_parameters()
+    return mixers
 
 
 def param_groups(stack: DepthStack, *, weight_decay: float = 0.1) -> list[dict[str, Any]]:
@@ -195,4 +221,4 @@ def param_groups(stack: DepthStack, *, weight_decay: float = 0.1) -> list[dict[s
     return list(groups.values())
 
 
-__all__ = ["DepthStack", "param_groups"]
+__all__ = ["DepthStack", "make_config", "make_kv_mixers", "param_groups"]

@@ -3,6 +3,7 @@
 from depthmix.ops.attend import attend, check_sources, merge, mixture, mixtures
 from depthmix.ops.backend import using
 from depthmix.ops.delta import normed_delta
+from depthmix.ops.grouped import grouped_linear, plain_grouped_linear
 from depthmix.ops.reference import (
     accumulator,
     delta_rule,
@@ -25,6 +26,7 @@ __all__ = [
     "delta_rule",
     "elu1",
     "fold",
+    "grouped_linear",
     "head_products",
     "key_of",
     "linear",
@@ -34,6 +36,7 @@ __all__ = [
     "mixtures",
     "normed_delta",
     "normed_linear",
+    "plain_grouped_linear",
     "read_streams",
     "rms_norm",
     "scores",

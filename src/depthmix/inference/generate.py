@@ -1,0 +1,259 @@
+"""Text from a decoder: prefill, then a token a step.
+
+Axes: B batch, T token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import types
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from depthmix.inference.cache import DynamicCache, PreallocatedCache, check_batch
+from depthmix.models import Decoder
+
+Prompts = Sequence[Sequence[int]] | Tensor
+AnyCache = DynamicCache | PreallocatedCache
+ROUND = 128  # capacities are multiples of it, so that prompts of about one length share a compiled step
+compiled_steps: WeakKeyDictionary[Decoder, dict[Any, Callable[..., Tensor]]] = WeakKeyDictionary()
+
+
+def generate(model: Decoder, prompts: Prompts, **options: Any) -> list[list[int]]:
+    """The new tokens of each prompt. Takes what `stream` takes.
+
+    A stop token is not part of the result: a row that is shorter than `max_new_tokens` ended with one.
+    """
+    rows: list[list[int]] | None = None
+    for step in stream(model, prompts, **options):
+        rows = rows or [[] for _ in step]
+        for row, token in zip(rows, step, strict=True):
+            if token is not None:
+                row.append(token)
+    return rows if rows is not None else [[] for _ in prompts]
+
+
+def stream(
+    model: Decoder,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Collection[int] = (),
+    seed: int | Sequence[int] = 0,
+    cache: Literal["dynamic", "preallocated"] | AnyCache | None = None,
+    chunk: int | None = None,
+    compiled: bool = False,
+) -> Iterator[list[int | None]]:
+    """Yield, step by step, one token for each prompt, or None for a row that has ended.
+
+    Arguments are checked when it is called, before the first step.
+
+    Args:
+        model: it runs as in evaluation and is left in the mode it was in.
+        prompts: lists of ids, or a tensor [B, T]; shorter ones are padded on the left.
+        max_new_tokens: at most so many for each prompt.
+        temperature: 0: the most likely token, always.
+        top_k: draw from the k most likely tokens.
+        top_p: draw from the fewest tokens that together have this probability, after top_k.
+        stop: ids that end a row.
+        seed: every row draws from a generator of its own, whatever the other rows are; a number gives row i the seed
+            `row_seed(seed, i)`, a list gives each row its own.
+        cache: "dynamic", "preallocated", or an object, whose tokens the prompts then continue. None: preallocated
+            where the step is compiled, otherwise dynamic.
+        chunk: prefill in chunks of so many tokens; None: in one go.
+        compiled: the decode step under `torch.compile`: one graph for all steps, kept for each model and cache shape.
+    """
+    check_sampling(max_new_tokens, temperature, top_k, top_p, chunk)
+    tokens, valid = padded(prompts, model.config.vocab_size, model.embed.weight.device)
+    seeds = seeds_of(seed, len(tokens))
+    stops = stop_ids(stop, model.config.vocab_size)
+    held = make_cache(model, cache, compiled, len(tokens), tokens.shape[1] + max(0, max_new_tokens - 1))
+    step = compiled_step(model, held) if compiled else decode
+    draw = Sampler(seeds, temperature, top_k, top_p)
+    return run(model, tokens, valid, held, step, draw, max_new_tokens, stops, chunk or tokens.shape[1])
+
+
+@torch.no_grad()
+def run(
+    model: Decoder,
+    tokens: Tensor,
+    valid: Tensor | None,
+    cache: AnyCache,
+    step: Callable[..., Tensor],
+    draw: Sampler,
+    steps: int,
+    stops: frozenset[int],
+    chunk: int,
+) -> Iterator[list[int | None]]:
+    with evaluating(model):
+        logits = prefill(model, tokens, valid, cache, chunk)
+    running, new = [True] * len(tokens), tokens[:, -1]
+    for i in range(steps):
+        if i:
+            with evaluating(model):
+                logits = step(model, new[:, None], cache)
+        new = draw(logits[:, -1])
+        ids: list[int] = new.tolist()
+        running = [alive and token not in stops for alive, token in zip(running, ids, strict=True)]
+        if not any(running):
+            return
+        # Rows that have ended go on; rows do not see each other.
+        yield [token if alive else None for alive, token in zip(running, ids, strict=True)]
+
+
+def prefill(model: Decoder, tokens: Tensor, valid: Tensor | None, cache: AnyCache, chunk: int) -> Tensor:
+    """Logits [B, 1, V] of the last token of the prompts."""
+    parts = zip(
+        tokens.split(chunk, 1), [None] * tokens.shape[1] if valid is None else valid.split(chunk, 1), strict=False
+    )
+    for part, which in parts:
+        logits = model(part, valid=which, cache=cache, last_only=True)
+    return logits
+
+
+def decode(model: Decoder, tokens: Tensor, cache: AnyCache) -> Tensor:
+    return model(tokens, cache=cache, last_only=True)
+
+
+def compiled_step(model: Decoder, cache: AnyCache) -> Callable[..., Tensor]:
+    """`decode`, compiled for this model and shape of cache."""
+    if not isinstance(cache, PreallocatedCache):
+        raise ValueError(
+            f"compiled with a {type(cache).__name__}; expected a preallocated cache: one graph for all steps"
+        )
+    of_model = compiled_steps.setdefault(model, {})
+    keys = cache.keys[0]
+    key = (cache.shape, keys.dtype, keys.device)
+    if key not in of_model:
+        # Graphs are counted, and limited, for each code object: another shape or model gets one of its own.
+        own = types.FunctionType(decode.__code__.replace(), decode.__globals__, "decode")
+        of_model[key] = torch.compile(own, fullgraph=True, dynamic=False)
+    return of_model[key]
+
+
+@contextmanager
+def evaluating(model: Decoder) -> Iterator[None]:
+    """Evaluation mode for a while."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class Sampler:
+    """Draws a token for each row from logits [B, V], in float64, with one random number a row."""
+
+    def __init__(self, seeds: Sequence[int], temperature: float, top_k: int | None, top_p: float | None) -> None:
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        # On the CPU: the same draws on every device.
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        drawn = [torch.rand(1, dtype=torch.float64, generator=generator) for generator in self.generators]
+        uniform = torch.stack(drawn).to(logits.device)  # [B, 1]
+        probability, ids = self.distribution(logits)
+        cumulative = probability.cumsum(-1)
+        pick = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+        last = (probability > 0).sum(-1, keepdim=True) - 1  # rounding can lift the product to the end
+        return ids.gather(-1, torch.minimum(pick, last)).squeeze(-1)
+
+    def distribution(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities [B, k], the largest first and 0 where top_p leaves a token out, and their ids."""
+        best, ids = torch.sort(logits.double(), dim=-1, descending=True, stable=True)
+        best, ids = best[:, : self.top_k], ids[:, : self.top_k]
+        probability = torch.softmax((best - best[:, :1]) / self.temperature, -1)
+        if self.top_p is not None:
+            before = probability.cumsum(-1) - probability
+            probability = probability.where(before < self.top_p, 0)
+        return probability, ids
+
+
+def row_seed(seed: int, row: int) -> int:
+    """The seed of a row: rows of one seed, and neighbouring seeds, have nothing in common."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {row}".encode()).digest()[:7], "big")
+
+
+def seeds_of(seed: int | Sequence[int], batch: int) -> list[int]:
+    if isinstance(seed, int):
+        return [row_seed(seed, row) for row in range(batch)]
+    if len(seed) != batch:
+        raise ValueError(f"{len(seed)} seeds for {batch} prompts; expected one for each, or a single number")
+    return list(seed)
+
+
+def padded(prompts: Prompts, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Tokens [B, T], padded on the left, and which of them are valid; None: all."""
+    if isinstance(prompts, Tensor):
+        if prompts.dim() != 2 or prompts.is_floating_point() or prompts.dtype == torch.bool:
+            raise ValueError(f"prompts: {prompts.dtype} {list(prompts.shape)}; expected whole numbers [batch, tokens]")
+        prompts = prompts.tolist()
+    if isinstance(prompts, str) or any(isinstance(row, (int, str)) for row in prompts):
+        raise TypeError(f"prompts={prompts!r:.60}; expected a list of prompts, each a list of token ids")
+    if not len(prompts):
+        raise ValueError("no prompts; expected at least one")
+    for i, row in enumerate(prompts):
+        if not len(row):
+            raise ValueError(f"prompt {i} is empty; expected at least one token")
+        wrong = next((x for x in row if not isinstance(x, int) or isinstance(x, bool) or not 0 <= x < vocabulary), None)
+        if wrong is not None:
+            raise ValueError(f"prompt {i} holds {wrong!r}; expected ids from 0 to {vocabulary - 1}")
+    longest = max(map(len, prompts))
+    gaps = [longest - len(row) for row in prompts]
+    tokens = torch.tensor([[0] * gap + list(row) for gap, row in zip(gaps, prompts, strict=True)], device=device)
+    if not any(gaps):
+        return tokens, None
+    return tokens, torch.arange(longest, device=device) >= torch.tensor(gaps, device=device)[:, None]
+
+
+def make_cache(model: Decoder, cache: str | AnyCache | None, compiled: bool, batch: int, columns: int) -> AnyCache:
+    cache = cache if cache is not None else "preallocated" if compiled else "dynamic"
+    weight = model.embed.weight
+    if cache == "dynamic":
+        return DynamicCache()
+    if cache == "preallocated":
+        capacity = -(-columns // ROUND) * ROUND
+        return PreallocatedCache(model.config, batch, capacity, dtype=weight.dtype, device=weight.device)
+    if not isinstance(cache, (DynamicCache, PreallocatedCache)):
+        raise ValueError(f"cache={cache!r}; expected 'dynamic', 'preallocated', or a cache")
+    check_batch(batch, cache.batch)
+    if cache.capacity is not None and cache.length + columns > cache.capacity:
+        raise ValueError(
+            f"{cache.length} columns in use and {columns} to come (the longest prompt and the new tokens); expected at "
+            f"most {cache.capacity}, the capacity of the cache. Make a larger one, or ask for less"
+        )
+    return cache
+
+
+def check_sampling(
+    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, chunk: int | None
+) -> None:
+    for name, count, low in (("max_new_tokens", max_new_tokens, 0), ("top_k", top_k, 1), ("chunk", chunk, 1)):
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < low):
+            raise ValueError(f"{name}={count!r}; expected a whole number, at least {low}")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature={temperature!r}; expected 0 (the most likely token) or a number above")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p!r}; expected a probability above 0, at most 1")
+
+
+def stop_ids(stop: Collection[int], vocabulary: int) -> frozenset[int]:
+    if isinstance(stop, (int, str)):
+        raise TypeError(f"stop={stop!r}; expected a collection of token ids")
+    for token in stop:
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"stop holds {token}; expected ids from 0 to {vocabulary - 1}")
+    return frozenset(stop)

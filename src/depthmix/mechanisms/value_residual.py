@@ -1,0 +1,69 @@
+"""Value residual: every attention layer adds the first layer's values to its own.
+
+Axes: ... any leading shape, K key-value head, T token, d channel of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from depthmix import ops
+from depthmix.mechanisms.base import Coeff, KVMixer, MixerConfig, Site, State, StateSpec, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueResidualConfig(MixerConfig):
+    learned: bool = option(True, "the two weights of each layer are learned; False: they stay at their start")
+    own: float = option(0.5, "start of the own value's weight")
+    first: float = option(0.5, "start of the first layer's weight")
+
+
+class ValueResidual(KVMixer):
+    """Value residual, or ResFormer (arXiv 2410.17897): per layer two scalars.
+
+    (1) u_l = own_l v_l + first_l v_0
+
+    u_l is what is cached and attended to; v_0 is the raw value of the first attention. The first layer is untouched.
+
+    State: v_0.
+    """
+
+    Config = ValueResidualConfig
+    paper = "arXiv 2410.17897"
+    holds = "the first layer's values"
+    variants: ClassVar[tuple[Mapping[str, Any], ...]] = ({}, {"learned": False}, {"own": 1.0, "first": 0.25})
+
+    own: Tensor | None
+    first: Tensor | None
+
+    def __init__(self, site: Site, config: ValueResidualConfig, order: tuple[int, ...]) -> None:
+        super().__init__(site, config, order)
+        learned = config.learned and not site.is_first
+        for name in ("own", "first"):
+            self.register_parameter(name, nn.Parameter(torch.empty(1)) if learned else None)
+
+    def reset_parameters(self) -> None:
+        for name, parameter in self.named_parameters():
+            nn.init.constant_(parameter, getattr(self.config, name))
+
+    def spec(self, site: Site) -> StateSpec:
+        count = 0 if site.is_first else 1
+        return StateSpec(((site.dim,),) * count, essential=count, sealed=count)
+
+    def coeff(self, q: Tensor, k: Tensor, kv: State) -> Coeff:
+        if self.site.is_first:
+            return None
+        if self.own is None or self.first is None:
+            return tuple(ops.wide(k).new_tensor(x) for x in (self.config.own, self.config.first))
+        return ops.wide(self.own), ops.wide(self.first)
+
+    def combine(self, v: Tensor, kv: State, c: Coeff) -> Tensor:
+        return v if c is None else ops.weighted_sum([v, kv[0]], c)  # (1)
+
+    def update(self, k: Tensor, v: Tensor, mixed: Tensor, kv: State) -> State:
+        return (v,) if self.site.is_first else kv

@@ -1,0 +1,193 @@
+"""What a decoder is made of. One flat configuration, with a child for each exchangeable part."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from depthmix.mechanisms import kv_mechanism, make_config, mechanism
+from depthmix.mechanisms.base import Kind, check_divides, check_option, check_positive, check_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A mechanism by its name, with its options. Written as the name alone, or as {"name": …, option: …}."""
+
+    name: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:  # JSON knows lists only
+        plain = {key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()}
+        object.__setattr__(self, "options", plain)
+
+    @classmethod
+    def of(cls, what: Choice | str | Mapping[str, Any]) -> Choice:
+        if isinstance(what, Choice):
+            return what
+        if isinstance(what, str):
+            return cls(name=what)
+        if isinstance(what, Mapping) and isinstance(what.get("name"), str):
+            return cls(name=what["name"], options={k: v for k, v in what.items() if k != "name"})
+        raise ValueError(f"{what!r}; expected the name of a mechanism, or {{'name': …}} with its options")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, **self.options}
+
+    def __hash__(self) -> int:
+        return hash((self.name, json.dumps(dict(self.options), sort_keys=True, default=str)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """A mixture of experts in the place of each MLP."""
+
+    experts: int = 64
+    active: int = 8  # experts that a token goes to
+    shared: int = 1  # experts that every token goes to
+    hidden: int  # width of one expert
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    balance: Literal["bias", "loss", "none"] = "bias"  # bias: without an auxiliary loss, see `MixtureOfExperts`
+    balance_rate: float = 1e-3  # step of the bias, or weight of the loss
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_range("moe.experts", self.experts, 2)
+        check_range("moe.active", self.active, 1, self.experts, remedy="There are that many experts")
+        check_range("moe.shared", self.shared, 0)
+        check_range("moe.hidden", self.hidden, 1)
+        check_range("moe.balance_rate", self.balance_rate, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """Layers first … last − 1 run `repeats` times with shared weights."""
+
+    first: int
+    last: int
+    repeats: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_range("loop.first", self.first, 0)
+        check_range("loop.last", self.last, self.first + 1, remedy="A loop holds at least one layer")
+        check_range("loop.repeats", self.repeats, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A Qwen3-style decoder of `layers` pairs of attention and MLP, whose depth mixing is a child (`mixer`)."""
+
+    vocab_size: int
+    dim: int
+    layers: int
+    heads: int
+    hidden: int  # width of an MLP
+    kv_heads: int | None = None  # None: as many as heads
+    head_dim: int | None = None  # None: dim / heads
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    key_norm: Literal["before_rope", "after_rope"] = "before_rope"
+    tie_embeddings: bool = False
+    init_std: float = 0.02
+    moe: MoEConfig | None = None
+    loop: LoopConfig | None = None
+    mixer: Choice = Choice(name="residual")
+    kv_mixer: Choice | None = None
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "mixer", Choice.of(self.mixer))
+        put(self, "kv_mixer", None if self.kv_mixer is None else Choice.of(self.kv_mixer))
+        put(self, "moe", MoEConfig(**self.moe) if isinstance(self.moe, Mapping) else self.moe)
+        put(self, "loop", LoopConfig(**self.loop) if isinstance(self.loop, Mapping) else self.loop)
+        check_fields(self)
+        for name in ("vocab_size", "dim", "layers", "heads", "hidden"):
+            check_range(name, getattr(self, name), 1)
+        check_positive("norm_eps", self.norm_eps)
+        check_positive("rope_theta", self.rope_theta)
+        check_range("init_std", self.init_std, 0)
+        if self.head_dim is None:
+            check_divides("heads", self.heads, self.dim)
+        check_divides("kv_heads", self.num_kv_heads, self.heads, of="the query heads, heads")
+        if self.width % 2:
+            raise ValueError(f"head_dim={self.width}; expected an even number: RoPE turns channels in pairs")
+        if self.loop is not None:
+            check_range("loop.last", self.loop.last, 1, self.layers, remedy=f"The decoder has {self.layers} layers")
+        make_config(mechanism(self.mixer.name), self.mixer.name, self.mixer.options, dim=self.dim, depth=self.depth)
+        if self.kv_mixer is not None:
+            cls, name = kv_mechanism(self.kv_mixer.name), self.kv_mixer.name
+            make_config(cls, name, self.kv_mixer.options, dim=self.width, depth=len(self.layer_order))
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def width(self) -> int:
+        """Channels of a head."""
+        return self.dim // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def layer_order(self) -> tuple[int, ...]:
+        """The layers as they are executed."""
+        loop = self.loop
+        if loop is None:
+            return tuple(range(self.layers))
+        inside = [*range(loop.first, loop.last)] * loop.repeats
+        return (*range(loop.first), *inside, *range(loop.last, self.layers))
+
+    @property
+    def depth(self) -> int:
+        """Sublayers as they are executed: what a mechanism mixes."""
+        return 2 * len(self.layer_order)
+
+    @property
+    def kinds(self) -> list[Kind]:
+        return ["attn", "mlp"] * len(self.layer_order)
+
+    @classmethod
+    def from_depth(cls, depth: int, **overrides: Any) -> DecoderConfig:
+        """One dial: `depth` sublayers of width 32·depth, heads of 64 channels, bytes as tokens."""
+        if not isinstance(depth, int) or isinstance(depth, bool) or depth < 2 or depth % 2:
+            raise ValueError(f"depth={depth!r}; expected an even number of sublayers, at least 2")
+        dim = overrides.get("dim", -(-32 * depth // 64) * 64)
+        heads = max(1, dim // 64)
+        derived = {"dim": dim, "heads": heads, "hidden": -(-8 * dim // (3 * 64)) * 64}
+        return cls(**{"vocab_size": 256, "layers": depth // 2, **derived, **overrides})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, strings and mappings, as JSON has them."""
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Choice):
+                value = value.to_dict()
+            found[field.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+        return found
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> DecoderConfig:
+        known = {field.name for field in dataclasses.fields(cls)}
+        if extra := sorted(set(found) - known):
+            raise ValueError(f"unknown fields {', '.join(extra)}; expected some of {', '.join(sorted(known))}")
+        needed = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
+        if missing := sorted(needed - set(found)):
+            raise ValueError(f"fields {', '.join(missing)} are missing")
+        return cls(**found)
+
+
+def check_fields(config: Any) -> None:
+    """Values against annotations, for fields that are numbers, words or flags."""
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, hint = getattr(config, field.name), hints[field.name]
+        inner = [h for h in get_args(hint) if h is not type(None)] if get_origin(hint) is not Literal else []
+        kind = inner[0] if len(inner) == 1 else hint
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"{field.name}={value!r}; expected a {kind.__name__}")
+        else:
+            check_option(field.name, value, hint)

@@ -1,0 +1,89 @@
+"""What all sublayers of one forward pass share: positions, the mask, the cache.
+
+Axes: B batch, T token, S column that attention can see, d channel of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from depthmix import ops
+
+
+class Cache(Protocol):
+    """Keys and values of earlier tokens, as `depthmix.inference` keeps them."""
+
+    def place(self, tokens: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Make room for new tokens [B, T]: their positions [B, T], and who sees what [B, 1, T, S]."""
+
+    def put(self, slot: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store k and v [B, K, T, d] of one attention layer; return those of all columns [B, K, S, d]."""
+
+
+@dataclass(frozen=True)
+class Context:
+    rotation: tuple[Tensor, Tensor]  # cos and sin [B, 1, T, d]
+    mask: Tensor | None  # [B, 1, T, S], True where a token sees a column; None: causal
+    cache: Cache | None = None
+    losses: list[Tensor] = field(default_factory=list)  # auxiliary ones, of this forward pass
+
+
+def make_context(
+    tokens: Tensor,
+    *,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    documents: Tensor | None,
+    valid: Tensor | None,
+    cache: Cache | None,
+) -> Context:
+    """See `Decoder.forward` for the arguments."""
+    for name, tensor in (("documents", documents), ("valid", valid)):
+        if tensor is not None and tensor.shape != tokens.shape:
+            got, want = list(tensor.shape), list(tokens.shape)
+            raise ValueError(f"{name} has shape {got}; expected that of the tokens, {want}")
+    if cache is not None:
+        if documents is not None:
+            raise ValueError("documents and a cache; expected packed documents in training only")
+        positions, mask = cache.place(tokens, valid)
+    else:
+        positions, mask = positions_of(tokens, documents, valid), mask_of(tokens, documents, valid)
+    return Context(rotation(positions, head_dim, theta, dtype), mask, cache)
+
+
+def positions_of(tokens: Tensor, documents: Tensor | None, valid: Tensor | None) -> Tensor:
+    """[B, T], from 0 at the first token of each document; padding does not count."""
+    count = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    if documents is not None:
+        begins = torch.ones_like(documents, dtype=torch.bool)
+        begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+        return count - torch.where(begins, count, 0).cummax(-1).values
+    return count if valid is None else (valid.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def mask_of(tokens: Tensor, documents: Tensor | None, valid: Tensor | None) -> Tensor | None:
+    """Causal, within a document, not to padding; a token always sees itself, so that no row is empty."""
+    if documents is None and valid is None:
+        return None
+    n = tokens.shape[1]
+    sees = torch.ones(n, n, dtype=torch.bool, device=tokens.device).tril()[None]
+    if documents is not None:
+        sees = sees & (documents[:, :, None] == documents[:, None, :])
+    if valid is not None:
+        sees = sees & valid[:, None, :].bool()
+    itself = torch.eye(n, dtype=torch.bool, device=tokens.device)
+    return (sees | itself)[:, None]
+
+
+def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, 1, T, d] of RoPE, the two halves of a head forming its pairs; angles in float32 at least."""
+    wide = ops.accumulator(dtype)
+    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
+    angles = positions[..., None].to(wide) * theta**-exponent
+    angles = torch.cat([angles, angles], -1)[:, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)

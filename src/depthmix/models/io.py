@@ -1,0 +1,204 @@
+"""A decoder on disk: a directory with `model.safetensors` and `config.json`. Nothing in it is ever executed.
+
+A save writes both files beside the old ones, flushes them, and renames the weights first. From then on the new weights
+belong to `config.json.new`, before that the old ones to `config.json`: the configuration names the size and the SHA-256
+of its weights, and a reader takes the one that fits. So a save that is interrupted anywhere leaves one model whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthmix.models.config import DecoderConfig
+from depthmix.models.decoder import Decoder
+
+FORMAT = 1
+WEIGHTS, CONFIG, STAGED = "model.safetensors", "config.json", "config.json.new"
+StrPath = str | os.PathLike[str]
+
+
+def save_model(model: Decoder, directory: StrPath) -> None:
+    """Write weights, in their dtypes, and configuration; a model that is there already stays whole until the end."""
+    from safetensors.torch import save_file
+
+    folder = Path(directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    with beside(folder / WEIGHTS) as weights, beside(folder / STAGED) as config:
+        save_file(tensors, weights, {"format": "pt"})
+        about = {
+            "format": FORMAT,
+            "depthmix": version(),
+            "model": model.config.to_dict(),
+            "weights": {"file": WEIGHTS, "bytes": weights.stat().st_size, "sha256": digest(weights)},
+        }
+        config.write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        for part in (weights, config):
+            flush(part)
+        config.replace(folder / STAGED)
+        flush(folder)
+        weights.replace(folder / WEIGHTS)
+        flush(folder)
+        (folder / STAGED).replace(folder / CONFIG)
+        flush(folder)
+
+
+def load_model(directory: StrPath, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
+    """The decoder that `save_model` wrote, in evaluation mode; `dtype` changes that of its parameters.
+
+    Everything is read and checked before anything is put into a model.
+    """
+    folder = Path(directory)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device={device!r} cannot be used here ({str(error).splitlines()[0]}); try cpu") from None
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no directory {folder}; expected one that save_model wrote")
+    config = read_config(folder)
+    tensors = read_tensors(folder / WEIGHTS)
+    with torch.device("meta"):
+        model = Decoder(config)
+    check_tensors(folder / WEIGHTS, tensors, model.state_dict())
+    parameters = {name for name, _ in model.named_parameters()}
+    moved = {
+        name: tensor.to(device=device, dtype=dtype if name in parameters else None, copy=True)
+        for name, tensor in tensors.items()
+    }
+    model.load_state_dict(moved, assign=True)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:  # counters that are not saved
+                setattr(module, name, torch.zeros_like(buffer, device=device))
+    return model.eval()
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """The configuration that belongs to the weights of `folder`."""
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file() and not (name == CONFIG and (folder / STAGED).is_file()):
+            raise FileNotFoundError(
+                f"no {name} in {folder}; expected {CONFIG} and {WEIGHTS}, as save_model writes them"
+            )
+    paths = [folder / name for name in (CONFIG, STAGED) if (folder / name).is_file()]
+    problems = []
+    for path in paths:
+        about = parse(path)
+        problem = mismatch(folder / WEIGHTS, about["weights"])
+        if problem is None:
+            try:
+                return DecoderConfig.from_dict(about["model"])
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path} describes no decoder of this version: {error}") from error
+        problems.append(problem)
+    raise ValueError(problems[0])
+
+
+def parse(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged: no JSON ({error}). Save the model again") from error
+    if not isinstance(about, dict) or "format" not in about:
+        raise ValueError(f"{path} has no field 'format'; expected a file that save_model wrote")
+    if about["format"] != FORMAT:
+        raise ValueError(
+            f"{path} has format {about['format']!r}, written by depthmix {about.get('depthmix', '(unknown)')}; this "
+            f"version reads format {FORMAT}. Install a newer one"
+        )
+    for field, inner in (("model", ()), ("weights", ("bytes", "sha256"))):
+        if not isinstance(about.get(field), dict) or any(key not in about[field] for key in inner):
+            raise ValueError(f"{path} lacks the field {field!r} or a part of it; it is damaged. Save the model again")
+    return about
+
+
+def mismatch(path: Path, expected: Mapping[str, Any]) -> str | None:
+    """What is wrong with a weights file, by its size and then its content."""
+    size = path.stat().st_size
+    if size != expected["bytes"]:
+        what = "truncated, or of another save" if size < expected["bytes"] else "of another save"
+        return f"{path} has {size} bytes; {CONFIG} expects {expected['bytes']}. It is {what}: copy both files again"
+    if digest(path) != expected["sha256"]:
+        return f"{path} is damaged or of another save: its SHA-256 is not the one in {CONFIG}. Copy both files again"
+    return None
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file ({error})") from error
+
+
+def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    problems = [f"{what}: {some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
+    wrong = []
+    for name in sorted(expected.keys() & found.keys()):
+        got, want = found[name], expected[name]
+        if got.shape != want.shape:
+            wrong.append(f"{name} has shape {list(got.shape)}, expected {list(want.shape)}")
+        elif got.is_floating_point() != want.is_floating_point():
+            wrong.append(f"{name} is {got.dtype}, expected {want.dtype}")
+    if wrong:
+        problems.append(some(wrong))
+    if problems:
+        raise ValueError(f"{path} does not fit its configuration. {'; '.join(problems)}. Nothing was loaded")
+
+
+def some(words: list[str], most: int = 20) -> str:
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("depthmix")
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return "unknown"
+
+
+def digest(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            found.update(block)
+    return found.hexdigest()
+
+
+@contextmanager
+def beside(target: Path) -> Iterator[Path]:
+    """A path next to `target`, which is gone afterwards unless it was renamed."""
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    try:
+        yield part
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Onto the disk, a file's content or a folder's names; a file gets the mode that any new one has."""
+    if path.is_file():
+        mask = os.umask(0)
+        os.umask(mask)
+        path.chmod(0o666 & ~mask)
+    elif os.name == "nt":  # folders cannot be opened there
+        return
+    handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
