@@ -167,8 +167,8 @@ def test_every_timed_part_is_repeated_in_every_process_and_compiled_only_where_a
     def labels(**options: Any) -> list[str]:
         return [job.label for job in timed_jobs(Settings(mixers=("mhc",), **options))]
 
-    assert labels() == ["read", "step", "sources", "depth", "width"]
-    assert labels(parts=("step",), compiled=True) == ["step", "compiled step"]
+    assert labels() == ["read", "step", "decode", "values", "sources", "depth", "width"]
+    assert labels(parts=("step", "decode"), compiled=True) == ["step", "compiled step", "decode", "compiled decode"]
     assert labels(parts=("memory",)) == []
     with pytest.raises(ValueError, match="expected others than residual"):
         Settings(mixers=("residual",))
@@ -237,6 +237,8 @@ def report(rows: list[Row]) -> Report:
         "step": size,
         "read": {"sources": 9, "tokens": 4, "dim": 8},
         "sources": {"counts": [8, 64], "tokens": 4, "dim": 8},
+        "decode": {"model": {"layers": 2, "dim": 8, "vocab_size": 9}, "batch": 2, "capacity": 8},
+        "values": {"model": {"layers": 2, "dim": 8, "vocab_size": 9}, "tokens": 4},
         "depth": [size],
         "width": [size],
     }
@@ -255,6 +257,7 @@ def report(rows: list[Row]) -> Report:
 def full_report() -> Report:
     rows = ratio_rows("read", {"ops.attend, forward": [[2.5, 2.6], [2.7, 2.8]]}, unit="passes", bounds=bench.BOUNDS)
     rows += ratio_rows("step", {"attnres": [[1.3], [1.4]], CONTROL: [[1.0], [1.01]]}, bounds=bench.BOUNDS)
+    rows += ratio_rows("compiled decode", {"attnres": [[1.03], [1.04]], CONTROL: [[1.0], [1.0]]}, bounds=bench.BOUNDS)
     for n in (8, 64):
         rows += ratio_rows("sources", {f"{n} sources, time of each": [[1.1], [1.2]]}, bounds=bench.BOUNDS, at=n)
         rows += ratio_rows("depth", {"attnres": [[1.1], [1.2]], CONTROL: [[1.0], [1.0]]}, at=n)
@@ -279,10 +282,11 @@ def test_the_page_and_the_figures_are_made_from_a_saved_result_without_measuring
     full_report().save(saved)
     command = ["bench", "--from", str(saved), "--figures", str(images), "--markdown", str(page)]
     assert main(command) == 0
-    assert {p.name for p in images.iterdir()} == {"read.png", "step.png", "memory.png", "growth.png"}
+    assert {p.name for p in images.iterdir()} == {"read.png", "step.png", "decoder.png", "memory.png", "growth.png"}
     assert all(p.read_bytes().startswith(PNG) for p in images.iterdir())
     text = page.read_text()
     assert "| ops.attend, forward | 2.650 passes | 2.550 – 2.750 | 3 | holds |" in text
+    assert "| attnres | 1.035 × | 1.030 – 1.040 | 1.12 | holds |" in text
     assert "| attnres | 1.350 × | 1.300 – 1.400 | 1.12 | fails |" in text
     assert "| 64 sources, time of each | 1.150 × | 1.100 – 1.200 | 1.15 | undecided |" in text
     assert "| block_attnres | 90 bytes/token | 2,432 | holds | 0.4 widths D |" in text
@@ -310,7 +314,8 @@ def test_the_command_measures_every_part_and_prints_it_with_its_machine(
     assert found == Report.from_json(output.read_text())
     parts = {row.part for row in found.rows}
     assert parts >= {"read", "sources", "step", "forward", "kept", "peak", "depth", "width"}
-    for part in ("step", "forward", "depth", "width"):
+    assert {row.what for row in found.of("value step")} == {"depth_attention", "value_residual", CONTROL}
+    for part in ("step", "forward", "decode", "depth", "width"):
         assert {row.what for row in found.of(part)} == {"mhc", CONTROL}
     assert {row.at for row in found.of("sources")} == {2, 4}
     assert all(len(row.samples) == 1 and len(row.samples[0]) == 3 for row in found.of("read", "step", "depth"))

@@ -21,7 +21,14 @@ BOUND = {"color": "0.25", "linestyle": "--", "linewidth": 1.2}
 def draw_all(report: Report, folder: Path) -> dict[str, Path]:
     """A PNG for each part that was measured, by its name."""
     drawn = {}
-    for name, draw in {"read": draw_read, "step": draw_step, "memory": draw_memory, "growth": draw_growth}.items():
+    parts = {
+        "read": draw_read,
+        "step": draw_step,
+        "decoder": draw_decoder,
+        "memory": draw_memory,
+        "growth": draw_growth,
+    }
+    for name, draw in parts.items():
         if (figure := draw(report)) is not None:
             drawn[name] = folder / f"{name}.png"
             save(figure, drawn[name])
@@ -54,12 +61,21 @@ def draw_read(report: Report) -> Any:
 
 
 def draw_step(report: Report) -> Any:
-    parts = ("step", "compiled step", "forward", "compiled forward")
+    size = report.sizes["step"]
+    title = f"A network of {size['depth']} sublayers, D = {size['dim']}, {size['tokens']} tokens"
+    return draw_ratios(report, ("step", "compiled step", "forward", "compiled forward"), title)
+
+
+def draw_decoder(report: Report) -> Any:
+    model = report.sizes["decode"]["model"]
+    title = f"The decoder with {2 * model['layers']} sublayers, D = {model['dim']}"
+    return draw_ratios(report, ("decode", "compiled decode", "value step"), title)
+
+
+def draw_ratios(report: Report, parts: Sequence[str], title: str) -> Any:
     series = {part: {r.what: r for r in report.of(part)} for part in parts if report.of(part)}
     if not series:
         return None
-    size = report.sizes["step"]
-    title = f"A network of {size['depth']} sublayers, D = {size['dim']}, {size['tokens']} tokens"
     figure, axis = labelled(series, title, "time over the plain residual's (less is better)")
     axis.axvspan(1 - MARGIN, 1 + MARGIN, color="0.9", zorder=0, label=f"±{MARGIN}: where {CONTROL} must lie")
     axis.axvline(1, color="0.6", linewidth=1)

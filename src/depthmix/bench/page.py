@@ -23,6 +23,15 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
     (
+        "decoder",
+        "The decoder",
+        (
+            ("decode", "One new token for each sequence, over the plain residual's time:"),
+            ("compiled decode", "The same under `torch.compile`:"),
+            ("value step", "A training step with values mixed over depth inside attention, over one without:"),
+        ),
+    ),
+    (
         "memory",
         "Memory",
         (
@@ -92,6 +101,14 @@ def size_of(report: Report, section: str) -> str:
         return (
             f"\n{step['depth']} sublayers (attention and SwiGLU in turn), D = {step['dim']}, hidden {step['hidden']}, "
             f"{step['tokens']} tokens."
+        )
+    if section == "decoder":
+        decode, values = sizes["decode"], sizes["values"]
+        model = decode["model"]
+        return (
+            f"\n{2 * model['layers']} sublayers, D = {model['dim']}. Decoding: batch {decode['batch']}, a cache of "
+            f"{decode['capacity']} columns, three quarters full, a head of {model['vocab_size']:,} tokens. Training: "
+            f"{values['tokens']} tokens, a head of {values['model']['vocab_size']}."
         )
     sources, depth, width = sizes["sources"], sizes["depth"][0], sizes["width"][0]
     return (

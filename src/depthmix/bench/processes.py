@@ -14,7 +14,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,13 @@ def progress(label: str, every: float = 20.0) -> Any:
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def stopwatch() -> Iterator[Callable[[], float]]:
+    """A function that tells the seconds since the block began."""
+    begun = time.monotonic()
+    yield lambda: time.monotonic() - begun
 
 
 def duration(seconds: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from depthmix.bench.model import BenchModel, Size, build, tokens_for
-from depthmix.bench.processes import duration, progress, say
+from depthmix.bench.processes import duration, progress, say, stopwatch
 from depthmix.bench.report import BASELINE, CONTROL
 from depthmix.bench.timing import measure, paired
 
@@ -65,15 +64,18 @@ def with_control(timed: Mapping[str, Callable[[], None]]) -> dict[str, Callable[
 def compile_now(name: str, model: BenchModel, x: Tensor) -> Callable[[Tensor], Tensor]:
     """Compiled for training and for a forward without gradients, before anything is timed."""
     say(f"  compiling {name} …")
-    begun = time.monotonic()
-    # All models run the same code: without a cache each, one would pay for the guards of the others.
-    known = inspect.signature(torch.compile).parameters
-    own_cache: dict[str, Any] = {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
-    call: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True, dynamic=False, **own_cache)
-    make_step(model, call, x)()
-    make_forward(call, x)()
-    say(f"  compiled {name} in {duration(time.monotonic() - begun)}")
+    call: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True, dynamic=False, **compiler_options())
+    with stopwatch() as took:
+        make_step(model, call, x)()
+        make_forward(call, x)()
+    say(f"  compiled {name} in {duration(took())}")
     return call
+
+
+def compiler_options() -> dict[str, Any]:
+    """All models run the same code: without a cache each, one would pay for the guards of the others."""
+    known = inspect.signature(torch.compile).parameters
+    return {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
 
 
 def make_step(model: BenchModel, call: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], None]:

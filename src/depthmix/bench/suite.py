@@ -15,10 +15,12 @@ from depthmix.bench.peers import installed
 from depthmix.bench.processes import Job, merged, run_jobs
 from depthmix.bench.read import FORWARD
 from depthmix.bench.report import BASELINE, Report, Row, ratio_rows
+from depthmix.models import DecoderConfig
 from depthmix.ops import backend
 
-Part = Literal["read", "step", "memory", "growth"]
-PARTS: tuple[Part, ...] = ("read", "step", "memory", "growth")
+Part = Literal["read", "step", "decode", "values", "memory", "growth"]
+PARTS: tuple[Part, ...] = ("read", "step", "decode", "values", "memory", "growth")
+VALUES = ("depth_attention", "value_residual")
 FOCUS = ("block_attnres", "attnres")  # where every mechanism would take hours: compiling, growth
 
 
@@ -27,16 +29,26 @@ class Sizes:
     step: Size = Size()
     read: Mapping[str, Any]
     sources: Mapping[str, Any]
+    decode: Mapping[str, Any]
+    values: Mapping[str, Any]
     depth: list[Size]
     width: list[Size]
 
     def told(self) -> dict[str, Any]:
-        return {**asdict(self), "read": dict(self.read), "sources": dict(self.sources)}
+        return {key: dict(value) if isinstance(value, Mapping) else value for key, value in asdict(self).items()}
+
+
+def decoder(depth: int, **fields: Any) -> dict[str, Any]:
+    """Fields of a decoder of `depth` sublayers."""
+    found = DecoderConfig.from_depth(depth, **fields).to_dict()
+    return {key: found[key] for key in ("vocab_size", "dim", "layers", "heads", "hidden")}
 
 
 FULL = Sizes(
     read={"sources": 9, "tokens": 4096, "dim": 1024},
     sources={"counts": [8, 16, 32, 64], "tokens": 1024, "dim": 768},
+    decode={"model": decoder(24, vocab_size=32_000), "batch": 8, "capacity": 512},
+    values={"model": decoder(24), "tokens": 1024},
     depth=[size_for(256, depth, 512) for depth in (6, 12, 24, 48)],
     width=[size_for(dim, 12, 512) for dim in (128, 256, 512, 1024)],
 )
@@ -44,6 +56,8 @@ QUICK = Sizes(
     step=Size(dim=64, depth=6, hidden=128, tokens=64),
     read={"sources": 9, "tokens": 256, "dim": 128},
     sources={"counts": [2, 4], "tokens": 64, "dim": 64},
+    decode={"model": decoder(6, vocab_size=64, dim=64), "batch": 2, "capacity": 16},
+    values={"model": decoder(4, dim=64), "tokens": 32},
     depth=[size_for(64, depth, 32) for depth in (2, 4)],
     width=[size_for(dim, 2, 32) for dim in (64, 128)],
 )
@@ -93,7 +107,7 @@ def run_suite(settings: Settings, bounds: Mapping[str, float], command: str) -> 
 
 
 def timed_jobs(settings: Settings) -> list[Job]:
-    """The jobs of one process round. A decode step belongs here too, once there is a decoder."""
+    """The jobs of one process round."""
     sizes, rounds, jobs = settings.sizes, settings.rounds, []
     few = min(rounds, 7)
 
@@ -113,6 +127,13 @@ def timed_jobs(settings: Settings) -> list[Job]:
         if settings.compiled:
             mixers = with_options(settings.focus)
             add("compiled step", "step:run", 700, mixers=mixers, size=sizes.step, rounds=rounds, compiled=True)
+    if "decode" in settings.parts:
+        mixers, many = with_options(settings.focus), 4 * rounds  # a step takes milliseconds
+        add("decode", "decode:run", 60, mixers=mixers, rounds=many, compiled=False, **sizes.decode)
+        if settings.compiled:
+            add("compiled decode", "decode:run", 300, mixers=mixers, rounds=many, compiled=True, **sizes.decode)
+    if "values" in settings.parts:
+        add("values", "decode:run_values", 200, kv_mixers=VALUES, rounds=rounds, **sizes.values)
     if "growth" in settings.parts:
         add("sources", "growth:run_sources", 60, rounds=rounds, **sizes.sources)
         for axis in ("depth", "width"):
@@ -145,7 +166,7 @@ def tell(value: Any) -> Any:
 def timed_rows(
     found: Mapping[str, Mapping[str, list[list[float]]]], settings: Settings, bounds: Mapping[str, float]
 ) -> list[Row]:
-    judged = ("read", "sources", "step", "compiled step")
+    judged = ("read", "sources", "step", "compiled step", "compiled decode", "value step")
     rows = []
     for group, variants in found.items():
         part, _, number = group.rpartition(" ")
