@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import importlib.metadata
@@ -285,14 +286,27 @@ def test_the_page_and_the_figures_are_made_from_a_saved_result_without_measuring
     assert {p.name for p in images.iterdir()} == {"read.png", "step.png", "decoder.png", "memory.png", "growth.png"}
     assert all(p.read_bytes().startswith(PNG) for p in images.iterdir())
     text = page.read_text()
-    assert "| ops.attend, forward | 2.650 passes | 2.550 – 2.750 | 3 | holds |" in text
-    assert "| attnres | 1.035 × | 1.030 – 1.040 | 1.12 | holds |" in text
-    assert "| attnres | 1.350 × | 1.300 – 1.400 | 1.12 | fails |" in text
-    assert "| 64 sources, time of each | 1.150 × | 1.100 – 1.200 | 1.15 | undecided |" in text
+    assert "| ops.attend, forward | 2.650 passes | 2.550 – 2.750 | 2 × 2 | 3 | holds |" in text
+    assert "| attnres | 1.035 × | 1.030 – 1.040 | 2 × 1 | 1.12 | holds |" in text
+    assert "| attnres | 1.350 × | 1.300 – 1.400 | 2 × 1 | 1.12 | fails |" in text
+    assert "| 64 sources, time of each | 1.150 × | 1.100 – 1.200 | 2 × 1 | 1.15 | undecided |" in text
     assert "| block_attnres | 90 bytes/token | 2,432 | holds | 0.4 widths D |" in text
     assert "| attnres, depth 64 |" in text
     assert "](../images/growth.png)" in text
     assert "2.650 passes" in capsys.readouterr().out
+
+
+def test_results_of_several_commands_make_one_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full = full_report()
+    step = dataclasses.replace(full, command="first", rows=full.of("step"))
+    rest = dataclasses.replace(full, command="second", rows=[r for r in full.rows if r.part != "read"])
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, part in zip(paths, (step, rest), strict=True):
+        part.save(path)
+    assert main(["bench", "--from", *map(str, paths), "--json"]) == 0
+    found = Report.from_json(capsys.readouterr().out)
+    assert found.rows == [*step.rows, *(r for r in rest.rows if r.part != "step")]
+    assert found.command.split() == ["first", "second"]
 
 
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

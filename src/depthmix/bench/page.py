@@ -71,21 +71,16 @@ def render(report: Report, figures: Mapping[str, Path], beside: Path) -> str:
 
 
 def introduction(report: Report) -> list[str]:
-    several = report.processes > 1
-    interval = (
-        f"A figure is the median of the medians of {report.processes} processes, its interval goes from the smallest "
-        "of these to the largest."
-        if several
-        else "A figure is the median of one process, its interval the 95 % confidence interval of that median; the "
-        "spread between processes, which is larger, is not in it."
-    )
     return [
         f"    {report.command}",
         "",
-        f'{report.machine}; reads of attnres and block_attnres by the backend "{report.reads}". '
-        f"{report.rounds} paired rounds a process (at most 7 for growth with depth and width), variants in rotating "
-        f"order. {interval} Where the interval straddles a bound, or the residual differs from itself by more than "
-        f'{MARGIN}, the verdict is "undecided". This page is generated from the saved result.',
+        f'{report.machine}; reads of attnres and block_attnres by the backend "{report.reads}". Paired rounds, '
+        "variants in rotating order. Of several processes a figure is the median of their medians, and its interval "
+        "goes from the smallest of these to the largest; of one process it is the median with its 95 % confidence "
+        "interval, and the spread between processes, which is larger, is not in it. Where it straddles a bound, or the "
+        f'residual differs from itself by more than {MARGIN}, the verdict is "undecided". Processes that '
+        "are timed keep freed memory (`ops.keep_freed_memory`), for all variants alike. This page is generated from the "
+        "saved results.",
         *(["", "**Quick sizes: this shows that the benchmark runs, and nothing of speed.**"] if report.quick else []),
     ]
 
@@ -123,6 +118,7 @@ def table_of(rows: Sequence[Row], words: str) -> list[str]:
         "what": [name_of(row) for row in rows],
         "figure": [figure_text(row) for row in rows],
         "interval": [interval_text(row) for row in rows],
+        "processes × rounds": [f"{len(row.samples)} × {len(row.samples[0])}" if row.samples else "" for row in rows],
         "aim: at most": ["" if row.bound is None else f"{row.bound:,g}" for row in rows],
         "verdict": [row.verdict for row in rows],
         "note": [row.note for row in rows],

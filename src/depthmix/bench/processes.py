@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from depthmix import ops
+
 
 class ChildFailed(RuntimeError):
     """A child process ended without a result."""
@@ -32,12 +34,13 @@ class Job:
     label: str
     target: str  # "module:function"
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    keep: bool = True  # freed memory stays with the process, see `ops.keep_freed_memory`: not where memory is measured
     seconds: float = 1.0  # a guess, corrected by what earlier jobs took; only the time left depends on it
 
 
 def run_child(job: Job) -> Any:
     """The result of a job in a process of its own, with the parent's number of threads and the parent's package."""
-    order = {"target": job.target, "arguments": job.arguments, "threads": torch.get_num_threads()}
+    order = {"target": job.target, "arguments": job.arguments, "threads": torch.get_num_threads(), "keep": job.keep}
     source = str(Path(__file__).parents[2])
     paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
@@ -70,6 +73,8 @@ def child() -> int:
     answer: dict[str, Any]
     try:
         torch.set_num_threads(order["threads"])
+        if order["keep"]:
+            ops.keep_freed_memory()
         module, _, name = order["target"].partition(":")
         answer = {"result": getattr(importlib.import_module(module), name)(**order["arguments"])}
     except Exception as error:

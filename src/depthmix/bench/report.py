@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,22 @@ class Report:
         except (ValueError, TypeError, KeyError) as error:
             hint = "expected a file written by: depthmix bench --output FILE"
             raise ValueError(f"{origin} is no result of this version of the benchmark ({error}); {hint}") from None
+
+    @classmethod
+    def joined(cls, reports: Sequence[Report]) -> Report:
+        """Several runs of one machine as one: where two measured the same, the first one's rows stay."""
+        first = reports[0]
+        if quick := {report.quick for report in reports} - {first.quick}:
+            raise ValueError(f"quick={quick} beside quick={first.quick}; expected full sizes only, or quick ones only")
+        rows = {(row.part, row.what, row.at): row for report in reversed(reports) for row in report.rows}
+        order = dict.fromkeys((row.part, row.what, row.at) for report in reports for row in report.rows)
+        return replace(
+            first,
+            machine="; ".join(dict.fromkeys(report.machine for report in reports)),
+            command="\n    ".join(report.command for report in reports),
+            notes=list(dict.fromkeys(note for report in reports for note in report.notes)),
+            rows=[rows[key] for key in order],
+        )
 
     def save(self, path: Path) -> None:
         write_text(path, self.to_json() + "\n")

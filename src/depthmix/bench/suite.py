@@ -150,6 +150,7 @@ def memory_jobs(settings: Settings) -> list[Job]:
             label=f"memory of {name}",
             target="depthmix.bench.memory:run",
             arguments={"mixer": name, "options": options_for(name, size.depth), "size": asdict(size)},
+            keep=False,
             seconds=4.0 if settings.quick else 18.0,
         )
         for name in (BASELINE, *settings.mixers)

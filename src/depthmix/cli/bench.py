@@ -44,7 +44,7 @@ def run(
     output: Path | None = None,
     figures: Path | None = None,
     markdown: Path | None = None,
-    saved: Annotated[Path | None, tyro.conf.arg(name="from")] = None,
+    saved: Annotated[tuple[Path, ...], tyro.conf.arg(name="from")] = (),
 ) -> int:
     """Measure what reading over depth costs, against the plain residual and against other implementations.
 
@@ -75,11 +75,11 @@ def run(
         output: write the result, with every paired ratio, to this JSON file as well.
         figures: draw the result into this folder, as PNGs.
         markdown: write the tables, and the figures where --figures is given, as a page.
-        saved: measure nothing; print and draw this file, written by --output.
+        saved: measure nothing; print and draw these files, written by --output. Of several, parts are put together.
     """
     check_targets(output, markdown, figures)
-    if saved is not None:
-        report = Report.from_json(saved.read_text(encoding="utf-8"), str(saved))
+    if saved:
+        report = Report.joined([Report.from_json(path.read_text(encoding="utf-8"), str(path)) for path in saved])
     else:
         every = FOCUS if quick else tuple(name for name in list_mechanisms() if name != "residual")
         settings = Settings(

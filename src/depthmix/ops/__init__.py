@@ -4,6 +4,7 @@ from depthmix.ops.attend import attend, check_sources, merge, mixture, mixtures
 from depthmix.ops.backend import using
 from depthmix.ops.delta import normed_delta
 from depthmix.ops.grouped import grouped_linear, plain_grouped_linear
+from depthmix.ops.memory import keep_freed_memory
 from depthmix.ops.reference import (
     accumulator,
     delta_rule,
@@ -28,6 +29,7 @@ __all__ = [
     "fold",
     "grouped_linear",
     "head_products",
+    "keep_freed_memory",
     "key_of",
     "linear",
     "merge",
