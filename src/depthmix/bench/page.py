@@ -79,8 +79,8 @@ def introduction(report: Report) -> list[str]:
         "goes from the smallest of these to the largest; of one process it is the median with its 95 % confidence "
         "interval, and the spread between processes, which is larger, is not in it. Where it straddles a bound, or the "
         f'residual differs from itself by more than {MARGIN}, the verdict is "undecided". Processes that '
-        "are timed keep freed memory (`ops.keep_freed_memory`), for all variants alike. This page is generated from the "
-        "saved results.",
+        "are timed keep freed memory (`ops.keep_freed_memory`), for all variants alike. This page is generated from "
+        "the saved results.",
         *(["", "**Quick sizes: this shows that the benchmark runs, and nothing of speed.**"] if report.quick else []),
     ]
 
