@@ -168,7 +168,7 @@ def test_every_timed_part_is_repeated_in_every_process_and_compiled_only_where_a
     def labels(**options: Any) -> list[str]:
         return [job.label for job in timed_jobs(Settings(mixers=("mhc",), **options))]
 
-    assert labels() == ["read", "step", "decode", "values", "sources", "depth", "width"]
+    assert labels() == ["read", "read, freed memory kept", "step", "decode", "values", "sources", "depth", "width"]
     assert labels(parts=("step", "decode"), compiled=True) == ["step", "compiled step", "decode", "compiled decode"]
     assert labels(parts=("memory",)) == []
     with pytest.raises(ValueError, match="expected others than residual"):

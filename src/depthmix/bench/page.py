@@ -7,11 +7,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from depthmix.bench.read import READ, READ_KEPT
 from depthmix.bench.report import Report, Row
 from depthmix.bench.timing import MARGIN
 
 SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
-    ("read", "One read", (("read", ""),)),
+    (
+        "read",
+        "One read",
+        (
+            (READ, "In an ordinary process:"),
+            (READ_KEPT, "In a process that keeps freed memory (`ops.keep_freed_memory`), for all alike:"),
+        ),
+    ),
     (
         "step",
         "A training step",
@@ -78,9 +86,9 @@ def introduction(report: Report) -> list[str]:
         "variants in rotating order. Of several processes a figure is the median of their medians, and its interval "
         "goes from the smallest of these to the largest; of one process it is the median with its 95 % confidence "
         "interval, and the spread between processes, which is larger, is not in it. Where it straddles a bound, or the "
-        f'residual differs from itself by more than {MARGIN}, the verdict is "undecided". Processes that '
-        "are timed keep freed memory (`ops.keep_freed_memory`), for all variants alike. This page is generated from "
-        "the saved results.",
+        f'residual differs from itself by more than {MARGIN}, the verdict is "undecided". Processes in '
+        "which steps are timed keep freed memory (`ops.keep_freed_memory`), for all variants alike; a read is timed in "
+        "an ordinary process and in such a one. This page is generated from the saved results.",
         *(["", "**Quick sizes: this shows that the benchmark runs, and nothing of speed.**"] if report.quick else []),
     ]
 

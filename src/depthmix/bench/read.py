@@ -18,9 +18,10 @@ from depthmix.bench.timing import measure, paired
 
 FORWARD, BOTH = "forward", "forward and backward"
 OURS, NAIVE = "ops.attend", "fla-core naive"
+READ, READ_KEPT = "read", "read, freed memory kept"  # groups: an ordinary process, and one that helps the peers
 
 
-def run(rounds: int, sources: int, tokens: int, dim: int) -> dict[str, dict[str, list[float]]]:
+def run(group: str, rounds: int, sources: int, tokens: int, dim: int) -> dict[str, dict[str, list[float]]]:
     """Ratios of each variant to one pass over the sources, round by round."""
     everyone = readers()
     for name, read in everyone.items():
@@ -29,7 +30,7 @@ def run(rounds: int, sources: int, tokens: int, dim: int) -> dict[str, dict[str,
     found = {name: paired(times, name, "pass") for name in times if name != "pass"}
     if NAIVE in everyone:
         found[f"{OURS} against {NAIVE}, {BOTH}"] = paired(times, f"{OURS}, {BOTH}", f"{NAIVE}, {BOTH}")
-    return {"read": found}
+    return {group: found}
 
 
 def sample(sources: int, tokens: int, dim: int) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:

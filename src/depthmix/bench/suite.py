@@ -13,7 +13,7 @@ from depthmix.bench.memory import UNAVAILABLE
 from depthmix.bench.model import Size, options_for, size_for
 from depthmix.bench.peers import installed
 from depthmix.bench.processes import Job, merged, run_jobs
-from depthmix.bench.read import FORWARD
+from depthmix.bench.read import FORWARD, READ, READ_KEPT
 from depthmix.bench.report import BASELINE, Report, Row, ratio_rows
 from depthmix.models import DecoderConfig
 from depthmix.ops import backend
@@ -111,16 +111,17 @@ def timed_jobs(settings: Settings) -> list[Job]:
     sizes, rounds, jobs = settings.sizes, settings.rounds, []
     few = min(rounds, 7)
 
-    def add(label: str, target: str, seconds: float, **arguments: Any) -> None:
+    def add(label: str, target: str, seconds: float, keep: bool = True, **arguments: Any) -> None:
         arguments = {key: tell(value) for key, value in arguments.items()}
         guess = 5.0 if settings.quick else seconds * rounds / 15
-        jobs.append(Job(label=label, target=f"depthmix.bench.{target}", arguments=arguments, seconds=guess))
+        jobs.append(Job(label=label, target=f"depthmix.bench.{target}", arguments=arguments, keep=keep, seconds=guess))
 
     def with_options(names: Iterable[str]) -> dict[str, dict[str, Any]]:
         return {name: options_for(name, sizes.step.depth) for name in names}
 
     if "read" in settings.parts:
-        add("read", "read:run", 200, rounds=rounds, **sizes.read)
+        for group, keep in ((READ, False), (READ_KEPT, True)):
+            add(group, "read:run", 100, keep=keep, group=group, rounds=rounds, **sizes.read)
     if "step" in settings.parts:
         seconds = 60.0 * (len(settings.mixers) + 2)
         add("step", "step:run", seconds, mixers=with_options(settings.mixers), size=sizes.step, rounds=rounds)
@@ -135,7 +136,7 @@ def timed_jobs(settings: Settings) -> list[Job]:
     if "values" in settings.parts:
         add("values", "decode:run_values", 200, kv_mixers=VALUES, rounds=rounds, **sizes.values)
     if "growth" in settings.parts:
-        add("sources", "growth:run_sources", 60, rounds=rounds, **sizes.sources)
+        add("sources", "growth:run_sources", 60, keep=False, rounds=rounds, **sizes.sources)
         for axis in ("depth", "width"):
             each = {"axis": axis, "sizes": getattr(sizes, axis), "mixers": settings.focus}
             add(axis, "growth:run_sizes", 60, rounds=few, **each)
@@ -167,7 +168,7 @@ def tell(value: Any) -> Any:
 def timed_rows(
     found: Mapping[str, Mapping[str, list[list[float]]]], settings: Settings, bounds: Mapping[str, float]
 ) -> list[Row]:
-    judged = ("read", "sources", "step", "compiled step", "compiled decode", "value step")
+    judged = (READ, "sources", "step", "compiled step", "compiled decode", "value step")
     rows = []
     for group, variants in found.items():
         part, _, number = group.rpartition(" ")
@@ -176,7 +177,7 @@ def timed_rows(
         rows += ratio_rows(
             part,
             variants,
-            unit="passes" if part == "read" else "×",
+            unit="passes" if part in (READ, READ_KEPT) else "×",
             bounds=bounds if part in judged else {},
             notes=notes_of(part, settings),
             at=at,
@@ -191,7 +192,7 @@ def as_ratio(row: Row) -> Row:
 
 def notes_of(part: str, settings: Settings) -> dict[str, str]:
     """What must be known of a variant to read its figure."""
-    if part == "read":
+    if part in (READ, READ_KEPT):
         return {f"{label}, {FORWARD}": peer.note for label, (peer, _) in installed()[0].items()}
     if part.endswith(("step", "forward")):
         given = {name: options_for(name, settings.sizes.step.depth) for name in settings.mixers}

@@ -4,7 +4,7 @@ from depthmix.ops.attend import attend, check_sources, merge, mixture, mixtures
 from depthmix.ops.backend import using
 from depthmix.ops.delta import normed_delta
 from depthmix.ops.grouped import grouped_linear, plain_grouped_linear
-from depthmix.ops.memory import keep_freed_memory
+from depthmix.ops.memory import empty_cache, keep_freed_memory
 from depthmix.ops.reference import (
     accumulator,
     delta_rule,
@@ -26,6 +26,7 @@ __all__ = [
     "check_sources",
     "delta_rule",
     "elu1",
+    "empty_cache",
     "fold",
     "grouped_linear",
     "head_products",

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import platform
 
+from depthmix.ops import native
+
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # numbers of mallopt in <malloc.h>
 NEVER = 2**31 - 1
 
@@ -23,3 +25,11 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(TRIM_THRESHOLD, NEVER)) and bool(mallopt(MMAP_THRESHOLD, NEVER))
+
+
+def empty_cache() -> None:
+    """Hand back what the native backend keeps of freed gradients and mixtures for its next read.
+
+    It never keeps more than it had in use at once, and a system that runs short of memory may take it at any time.
+    """
+    native.release()

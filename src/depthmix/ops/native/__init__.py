@@ -1,4 +1,4 @@
-"""The CPU kernel of `attend`: C++ behind a plain C interface, compiled on demand and kept in a cache folder.
+"""The CPU kernel of `attend` and the memory it writes to: C++ behind a plain C interface, compiled on demand and kept.
 
 The folder is $DEPTHMIX_CACHE, or depthmix under $XDG_CACHE_HOME or ~/.cache. Without a compiler, or where compiling
 fails, `library()` is None and the plain torch path serves; `why_not()` says why.
@@ -20,7 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("attend.cpp")
+from depthmix.ops.native import pool
+
+SOURCES = [Path(__file__).with_name(name) for name in ("attend.cpp", "pool.cpp")]
 FLAGS = ["-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-std=c++17", "-shared", "-fPIC", "-pthread"]
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
@@ -32,8 +34,9 @@ def build() -> tuple[ctypes.CDLL | None, str]:
     if compiler is None or not shutil.which(compiler):
         return None, "no C++ compiler found; install g++ or set CXX"
     try:
-        path = cached_library(compiler)
-        return ctypes.CDLL(str(path)), ""
+        loaded = ctypes.CDLL(str(cached_library(compiler)))
+        loaded.pool_take.restype = ctypes.c_void_p
+        return loaded, ""
     except subprocess.CalledProcessError as error:
         return None, f"{compiler} failed: {error.stderr.strip()[:500]}"
     except OSError as error:
@@ -43,7 +46,7 @@ def build() -> tuple[ctypes.CDLL | None, str]:
 def cached_library(compiler: str) -> Path:
     """Compile once for this source, compiler and machine; processes that race for it each write beside and rename."""
     about = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    key = "\n".join([SOURCE.read_text(), about, *FLAGS, platform.machine(), cpu_flags()])
+    key = "\n".join([*(source.read_text() for source in SOURCES), about, *FLAGS, platform.machine(), cpu_flags()])
     folder = cache_folder()
     target = folder / f"attend-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
     if not target.exists():
@@ -51,7 +54,7 @@ def cached_library(compiler: str) -> Path:
         handle, beside = tempfile.mkstemp(dir=folder, suffix=".so")
         os.close(handle)
         try:
-            command = [compiler, *FLAGS, str(SOURCE), "-o", beside]
+            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", beside]
             subprocess.run(command, capture_output=True, text=True, check=True)
             os.replace(beside, target)
         finally:
@@ -94,6 +97,16 @@ def fits(tensors: Sequence[Tensor]) -> bool:
     )
 
 
+def empty_like(tensor: Tensor) -> Tensor:
+    return pool.empty_like(library(), tensor)
+
+
+def release() -> None:
+    """Hand the memory back that waits for the next read."""
+    if build.cache_info().currsize and (loaded := library()) is not None:
+        loaded.pool_release()
+
+
 def pointer(tensor: Tensor | None) -> ctypes.c_void_p | None:
     return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
 
@@ -120,7 +133,7 @@ def forward(
     """h (one a query), lse [Q, ...], 1/rms [..., S], weights [..., Q, S]."""
     first, (queries, dim), count = sources[0], folded.shape, len(sources)
     lead = first.shape[:-1]
-    h = [torch.empty_like(first) for _ in range(queries)]
+    h = [empty_like(first) for _ in range(queries)]
     lse = first.new_empty((queries, *lead))
     rstd, weights = first.new_empty((*lead, count)), first.new_empty((*lead, queries, count))
     call = getattr(library(), f"attend_forward_{DTYPES[first.dtype]}")
@@ -162,9 +175,9 @@ def backward(
     """Gradients of the sources, of the folded queries, of the prior's mixture and of its log-sum-exp."""
     first, (queries, dim), count = sources[0], folded.shape, len(sources)
     threads = threads_for(first, count)
-    grads = [torch.empty_like(v) for v in sources]
+    grads = [empty_like(v) for v in sources]
     parts = folded.new_zeros((threads, queries, dim))
-    grad_prior = None if prior_lse is None else torch.empty_like(first)
+    grad_prior = None if prior_lse is None else empty_like(first)
     grad_prior_lse = None if prior_lse is None else torch.empty_like(prior_lse)
     call = getattr(library(), f"attend_backward_{DTYPES[first.dtype]}")
     call(

@@ -1,0 +1,150 @@
+// Large blocks of memory that are used again and again.
+//
+// The C library hands a large block back to the system when it is freed, and the system brings it back page by page,
+// filled with zeros: for the gradients of a read that costs more than the arithmetic. Here a freed block waits for the
+// next request of its size. It is marked as free to take (MADV_FREE), so a system that runs short of memory may have
+// it; and used and waiting blocks together are never more than were once in use at the same time.
+//
+// A block reaches Python as a DLPack tensor, whose deleter gives it back.
+
+#include <cstdint>
+
+#ifdef __linux__
+
+#include <algorithm>
+#include <deque>
+#include <mutex>
+#include <pthread.h>
+#include <sys/mman.h>
+
+namespace {
+
+// The layout of DLPack's dlpack.h, the parts without a version.
+struct DLTensor {
+    void *data;
+    struct { int32_t type, id; } device;
+    int32_t ndim;
+    struct { uint8_t code, bits; uint16_t lanes; } dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+};
+
+struct DLManagedTensor {
+    DLTensor tensor;
+    void *context;
+    void (*deleter)(DLManagedTensor *);
+};
+
+constexpr int32_t CPU = 1;
+constexpr uint8_t FLOAT = 2;
+constexpr int AXES = 8;
+constexpr int64_t PAGE = 1 << 21;  // a large page
+
+struct Block {
+    DLManagedTensor handle;
+    int64_t shape[AXES], strides[AXES];
+    void *mapping;  // one page longer than the block, so that it can begin at a page
+    int64_t bytes;
+};
+
+class Pool {
+  public:
+    Block *take(int64_t bytes) {
+        std::lock_guard<std::mutex> guard(lock);
+        for (auto block = idle.rbegin(); block != idle.rend(); ++block)  // the one freed last is still in the caches
+            if ((*block)->bytes == bytes) {
+                Block *found = *block;
+                idle.erase(std::next(block).base());
+                waiting -= bytes, used += bytes;
+                return found;
+            }
+        most = std::max(most, used + bytes);
+        while (!idle.empty() && used + waiting + bytes > most) drop_oldest();
+        Block *fresh = map(bytes);
+        if (fresh) used += bytes;
+        return fresh;
+    }
+
+    void give(Block *block) {
+        std::lock_guard<std::mutex> guard(lock);
+        madvise(block->handle.tensor.data, block->bytes, MADV_FREE);
+        idle.push_back(block);
+        used -= block->bytes, waiting += block->bytes;
+    }
+
+    void release() {
+        std::lock_guard<std::mutex> guard(lock);
+        while (!idle.empty()) drop_oldest();
+        most = used;
+    }
+
+    void sizes(int64_t *in_use, int64_t *idle_bytes) {
+        std::lock_guard<std::mutex> guard(lock);
+        *in_use = used, *idle_bytes = waiting;
+    }
+
+    std::mutex lock;
+
+  private:
+    static Block *map(int64_t bytes) {
+        void *found = mmap(nullptr, bytes + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (found == MAP_FAILED) return nullptr;
+        Block *block = new Block;
+        block->mapping = found, block->bytes = bytes;
+        block->handle.tensor.data = (void *)(((uintptr_t)found + PAGE - 1) & ~(uintptr_t)(PAGE - 1));
+        madvise(block->handle.tensor.data, bytes, MADV_HUGEPAGE);
+        return block;
+    }
+
+    void drop_oldest() {
+        Block *block = idle.front();
+        idle.pop_front();
+        waiting -= block->bytes;
+        munmap(block->mapping, block->bytes + PAGE);
+        delete block;
+    }
+
+    std::deque<Block *> idle;  // in the order in which they were freed
+    int64_t used = 0, waiting = 0, most = 0;
+};
+
+// Never destroyed: tensors may be freed while the process ends. A fork must not find it locked.
+Pool &pool() {
+    static Pool *only = [] {
+        Pool *made = new Pool;
+        static Pool *known = made;
+        pthread_atfork([] { known->lock.lock(); }, [] { known->lock.unlock(); }, [] { known->lock.unlock(); });
+        return made;
+    }();
+    return *only;
+}
+
+}  // namespace
+
+// A contiguous tensor of numbers of `bits` bits, not filled; null where the system has no memory for it.
+extern "C" void *pool_take(int32_t ndim, const int64_t *shape, int32_t bits) {
+    int64_t count = 1;
+    for (int i = 0; i < ndim; ++i) count *= shape[i];
+    if (ndim > AXES) return nullptr;
+    Block *block = pool().take((count * (bits / 8) + PAGE - 1) / PAGE * PAGE);
+    if (!block) return nullptr;
+    int64_t stride = 1;
+    for (int i = ndim; i-- > 0; stride *= shape[i]) block->shape[i] = shape[i], block->strides[i] = stride;
+    DLTensor &tensor = block->handle.tensor;
+    tensor.device = {CPU, 0}, tensor.dtype = {FLOAT, (uint8_t)bits, 1}, tensor.byte_offset = 0;
+    tensor.ndim = ndim, tensor.shape = block->shape, tensor.strides = block->strides;
+    block->handle.context = block;
+    block->handle.deleter = [](DLManagedTensor *handle) { pool().give((Block *)handle->context); };
+    return &block->handle;
+}
+
+extern "C" void pool_release() { pool().release(); }
+extern "C" void pool_sizes(int64_t *used, int64_t *waiting) { pool().sizes(used, waiting); }
+
+#else
+
+extern "C" void *pool_take(int32_t, const int64_t *, int32_t) { return nullptr; }
+extern "C" void pool_release() {}
+extern "C" void pool_sizes(int64_t *used, int64_t *waiting) { *used = *waiting = 0; }
+
+#endif

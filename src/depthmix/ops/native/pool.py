@@ -1,0 +1,34 @@
+"""Tensors from pool.cpp: large outputs of the kernel in memory that was used before, not fresh from the system."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+SMALLEST = 1 << 22  # bytes; what is smaller the C library rarely hands back to the system
+CAPSULE = b"dltensor"  # the capsule keeps a pointer to this name: it must outlive it
+
+new_capsule: Callable[..., Any] = ctypes.pythonapi.PyCapsule_New
+new_capsule.restype = ctypes.py_object  # type: ignore[attr-defined]
+new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]  # type: ignore[attr-defined]
+
+
+def empty_like(library: Any, tensor: Tensor) -> Tensor:
+    """An uninitialised contiguous tensor of the shape and dtype of a contiguous floating CPU tensor."""
+    if tensor.numel() * tensor.element_size() < SMALLEST:
+        return torch.empty_like(tensor)
+    shape = (ctypes.c_int64 * tensor.ndim)(*tensor.shape)
+    handle = library.pool_take(tensor.ndim, shape, 8 * tensor.element_size())
+    return torch.empty_like(tensor) if handle is None else from_dlpack(new_capsule(handle, CAPSULE, None))
+
+
+def sizes(library: Any) -> tuple[int, int]:
+    """Bytes of blocks that tensors use, and of those that wait."""
+    used, waiting = ctypes.c_int64(), ctypes.c_int64()
+    library.pool_sizes(ctypes.byref(used), ctypes.byref(waiting))
+    return used.value, waiting.value
