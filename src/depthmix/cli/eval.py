@@ -1,0 +1,76 @@
+"""`depthmix eval`: the loss of a run's model, on its own validation data or on any text."""
+
+from __future__ import annotations
+
+import json as json_format
+import math
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+
+from depthmix.inference import load_tokenizer
+from depthmix.models import Decoder
+from depthmix.training.build import export as export_model
+from depthmix.training.build import load_run, read_config
+from depthmix.training.data import Corpus
+from depthmix.training.evaluate import Score, score
+
+
+def run(
+    folder: Annotated[Path, tyro.conf.Positional],
+    file: Path | None = None,
+    tokens_per_row: int | None = None,
+    rows: int | None = None,
+    device: str = "cpu",
+    export: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Loss and bits per byte of a run's model: the finished one, else that of its newest checkpoint.
+
+    Args:
+        folder: of a run of `depthmix train`.
+        file: a text to judge by; by default all of the run's validation data.
+        tokens_per_row: longest context; as in training by default.
+        rows: at a time.
+        device: such as cpu or cuda.
+        export: also write the model into this directory, as safetensors.
+        json: print one object.
+    """
+    config = read_config(folder)
+    model = load_run(folder, device)
+    data = config.data.path
+    row = config.data.tokens_per_row if tokens_per_row is None else tokens_per_row
+    if file is None:
+        corpus = Corpus.load(data)
+        tokens = torch.as_tensor(corpus.validation[:].astype("int64"))
+        found = score(model, tokens, corpus.bytes_per_token * len(tokens), row, rows or config.data.rows)
+    else:
+        found = score_file(model, file, tokenizer_folder(folder, data), row, rows or config.data.rows)
+    if export is not None:
+        export_model(model, export, tokenizer_folder(folder, data) / "tokenizer.json")
+    if json:
+        print(json_format.dumps({"run": str(folder), "on": str(file or "validation"), **found._asdict()}, indent=2))
+    else:
+        what = "validation data" if file is None else str(file)
+        print(
+            f"{what}: loss {found.loss:.4f}, perplexity {math.exp(min(found.loss, 700)):.4g}, "
+            f"{found.bits_per_byte:.4f} bits per byte over {found.tokens:,} tokens"
+        )
+    return 0
+
+
+def score_file(model: Decoder, file: Path, tokenizer: Path, row: int, rows: int) -> Score:
+    if not file.is_file():
+        raise FileNotFoundError(f"no file {file}; expected a text")
+    content = file.read_bytes()
+    text = content.decode("utf-8", errors="surrogateescape")  # bytes that are no text come through unchanged
+    ids = load_tokenizer(tokenizer, model.config.vocab_size).encode(text)
+    if len(ids) < 2:
+        raise ValueError(f"{file} has {len(ids)} tokens; expected at least 2: the first is not predicted")
+    return score(model, torch.tensor(ids), len(content), row, rows)
+
+
+def tokenizer_folder(folder: Path, data: Path) -> Path:
+    return folder / "final" if (folder / "final" / "tokenizer.json").is_file() else data
