@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint.hf_storage  # here, so that not every process that is killed imports it again
 
-from depthmix.training.config import TrainConfig, override
-from depthmix.training.loop import train
-from depthmix.training.metrics import read_metrics
+from depthmix.training import TrainConfig, override, read_metrics, train
 
+# One thread, as in the tests themselves: bits depend on the number.
+CHILD = {**os.environ, "OMP_NUM_THREADS": "1"}
 SMALL = {
     "data.tokens_per_row": 16,
     "data.rows": 4,

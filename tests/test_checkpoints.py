@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import pickle
 import random
 import resource
@@ -19,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from depthmix.training import checkpoint
-from depthmix.training.checkpoint import CheckpointError, checkpoints, latest, save
-from depthmix.training.loop import train
-from tests.runs import lines, start, steps_done, tiny_run, weights
+from depthmix.cli import main
+from depthmix.training import CheckpointError, checkpoint, train
+from depthmix.training.checkpoint import checkpoints, latest, save
+from tests.runs import CHILD, lines, start, steps_done, tiny_run, weights
 
 LONG = {"run__steps": 120, "run__checkpoint_every": 5, "run__validate_every": 50, "run__depth_every": 40}
 
@@ -110,17 +109,17 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(
     expected = weights(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "final")
     (tmp_path / "run" / "result.json").unlink()
-    newest = checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    *_, before, newest = checkpoints(tmp_path / "run" / "checkpoints")
     harm(newest / which)
     train(config)
     assert weights(tmp_path / "run") == expected
     said = capfd.readouterr().err
     assert str(newest / which) in said
-    assert "Falling back to the checkpoint before it" in said
+    assert f"Falling back to {before.name}\n" in said
     assert checkpoint.damage(newest) is None, "written anew"
 
 
-def test_where_all_checkpoints_are_damaged_a_run_begins_anew(tmp_path: Path) -> None:
+def test_where_all_checkpoints_are_damaged_a_run_begins_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = tiny_run(tmp_path / "run")
     train(config)
     expected = weights(tmp_path / "run")
@@ -129,6 +128,35 @@ def test_where_all_checkpoints_are_damaged_a_run_begins_anew(tmp_path: Path) -> 
         (each / "manifest.json").write_text("{}")
     train(config)
     assert weights(tmp_path / "run") == expected
+    assert "No other is left: the run begins anew" in capfd.readouterr().err
+
+
+def test_a_checkpoint_of_another_version_is_an_error_and_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A newer version's work is no damage: falling back would end in its removal."""
+    train(tiny_run(tmp_path / "run"))
+    (tmp_path / "run" / "result.json").unlink()
+    there = checkpoints(tmp_path / "run" / "checkpoints")
+    manifest = there[-1] / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    assert main(["train", "--folder", str(tmp_path / "run")]) == 2
+    assert f"{there[-1]} has format 2; this version of depthmix reads 1" in capsys.readouterr().err
+    assert checkpoints(tmp_path / "run" / "checkpoints") == there
+
+
+def test_beginning_anew_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path / "run", run__steps=1)
+    for name in ("final", "checkpoints", "snapshots"):  # of somebody else
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "mine").touch()
+    train(config, resume=False)
+    assert all((tmp_path / "run" / name / "mine").exists() for name in ("final", "checkpoints", "snapshots"))
+    (tmp_path / "run" / "notes.txt").touch()
+    train(config, resume=False)
+    assert (tmp_path / "run" / "notes.txt").exists()
+    assert not (tmp_path / "run" / "checkpoints" / "mine").exists()
+    assert [line["step"] for line in lines(tmp_path / "run", "train")] == [1]
 
 
 class Bomb:
@@ -185,9 +213,10 @@ def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_the_last_k_are_kept_and_older_ones_go_after_the_new_one_is_there(tmp_path: Path) -> None:
+    (tmp_path / "step-00000002.part").mkdir()  # of a save that was killed
     for step in (3, 6, 9, 12):
         save(tmp_path, step, {"w": torch.ones(2)}, keep=2)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000009", "step-00000012"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000009", "step-00000012"]
 
 
 def test_a_checkpoint_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
@@ -265,7 +294,7 @@ def test_a_full_disk_stops_the_run_with_a_message_and_room_lets_it_go_on(small_d
     toml = tmp_path / "c.toml"
     toml.write_text(config.to_toml())
     command = [sys.executable, "-m", "depthmix", "train", "--config", str(toml), "--folder", str(small_disk / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=CHILD)
     assert done.returncode == 1, done.stderr
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
@@ -274,29 +303,31 @@ def test_a_full_disk_stops_the_run_with_a_message_and_room_lets_it_go_on(small_d
     assert all(checkpoint.damage(path) is None for path in there)
     assert not checkpoint_parts(small_disk / "run")
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=CHILD)
     assert done.returncode == 0, done.stderr
     assert f"goes on after step {there[-1].name[-2:].lstrip('0')}" in done.stderr
     assert weights(small_disk / "run") == expected
 
 
 def test_ctrl_c_makes_a_checkpoint_and_says_how_to_go_on(alone: Path, tmp_path: Path) -> None:
+    """The command line keeps freed memory, and `alone` did not: that must not show in the weights either."""
     config = tiny_run(tmp_path / "run", **{**LONG, "run__checkpoint_every": 0})
     toml = tmp_path / "c.toml"
     toml.write_text(config.to_toml())
     command = [sys.executable, "-m", "depthmix", "train", "--config", str(toml)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=CHILD)
     while steps_done(tmp_path / "run") < 5:
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    process.send_signal(signal.SIGINT)  # as torchrun does for what the terminal has sent already
     said = process.communicate()[1]
     assert process.returncode == 130
     assert f"To go on: depthmix train --folder {tmp_path / 'run'}" in said
     assert len(checkpoints(tmp_path / "run" / "checkpoints")) == 1
     command = [sys.executable, "-m", "depthmix", "train", "--folder", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=CHILD)
     assert done.returncode == 0, done.stderr
     assert "goes on after step" in done.stderr
     same_as(alone, tmp_path / "run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import math
 import subprocess
@@ -18,15 +19,23 @@ from safetensors import safe_open
 import depthmix as dm
 from depthmix.cli import main
 from depthmix.models import count_parameters
-from depthmix.training.build import initial_model, load_run
-from depthmix.training.config import FREE, ScheduleConfig, TrainConfig, override
-from depthmix.training.evaluate import score
-from depthmix.training.flops import flops_per_token
-from depthmix.training.loop import BadLoss, train
+from depthmix.training import (
+    BadLoss,
+    DataConfig,
+    ScheduleConfig,
+    TrainConfig,
+    flops_per_token,
+    initial_model,
+    load_run,
+    override,
+    score,
+    train,
+)
+from depthmix.training.config import FREE
 from depthmix.training.optim import Optimizers, groups
 from depthmix.training.precision import check_precision
 from depthmix.training.schedule import rate
-from tests.runs import lines, tiny_run, weights
+from tests.runs import CHILD, lines, tiny_run, weights
 
 MOE = {"model__moe": {"experts": 4, "active": 2, "shared": 1, "hidden": 16}}
 
@@ -40,7 +49,7 @@ def test_a_configuration_survives_toml(tmp_path: Path) -> None:
 
 def test_the_digest_is_of_what_decides_the_result(tmp_path: Path) -> None:
     config = tiny_run(tmp_path / "run")
-    for key, value in zip(FREE, ("a", "b", 7, 9, True, "trackio"), strict=True):
+    for key, value in zip(FREE, ("a", "b", 7, 9, True, "trackio", "skip", 9), strict=True):
         assert override(config, key, value).digest == config.digest, key
     for key, value in (("run.seed", 1), ("optimizer.lr", 1), ("mixer.block_sublayers", 1), ("data.rows", 8)):
         assert override(config, key, value).digest != config.digest, key
@@ -57,11 +66,37 @@ def test_the_digest_is_of_what_decides_the_result(tmp_path: Path) -> None:
         ("run.precision", "float8", "expected one of 'float32', 'bfloat16'"),
         ("mixer.blocks", "2", "no option 'blocks'"),
         ("schedule.warmup", "2", "expected 0 to 1"),
+        ("optimizer", "muon", r"expected its fields, such as optimizer\.name"),
+        ("model", "3", r"expected its fields, such as model\."),
     ],
 )
 def test_a_wrong_override_names_the_key(key: str, value: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):
         override(tiny_run(tmp_path / "run"), key, value)
+
+
+@pytest.mark.parametrize("text", ["1e3", "007", "true", "2024"])
+def test_a_text_stays_the_text_that_was_given(text: str, tmp_path: Path) -> None:
+    assert override(tiny_run(tmp_path / "run"), "run.folder", text).run.folder == text
+
+
+def test_tokens_that_differ_have_folders_that_differ() -> None:
+    assert DataConfig().path == Path("data/stdlib_bytes")
+    assert DataConfig(folder="here", validation=0.2).path == Path("here")
+    several: list[dict[str, Any]] = [
+        *({}, {"validation": 0.2}, {"field": "body"}, {"validation": 0.2, "field": "body"}, {"tokenizer": "bpe:300"}),
+        *({"source": "a/b"}, {"source": "a-b"}, {"source": "a/b", "validation": 0.1}),
+    ]
+    assert len({DataConfig(**each).path for each in several}) == len(several)
+
+
+def test_a_run_reads_the_field_that_its_data_names(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"body": f"row {i} " * 20}) + "\n" for i in range(60)))
+    config = tiny_run(tmp_path / "run", data__source=str(rows), data__field="body", run__steps=1)
+    train(config)
+    with pytest.raises(ValueError, match="was prepared with field='body', not 'text'"):
+        train(tiny_run(tmp_path / "other", data__source=str(rows), run__steps=1))
 
 
 def test_one_dial_derives_the_rest() -> None:
@@ -71,6 +106,26 @@ def test_one_dial_derives_the_rest() -> None:
     assert large.optimizer.lr < small.optimizer.lr
     tokens = large.run.steps * large.tokens_per_step
     assert tokens == pytest.approx(20 * count_parameters(large.model).active_without_embeddings, rel=0.01)
+
+
+def printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> TrainConfig:
+    assert main(["train", "--print-config", *arguments]) == 0
+    return TrainConfig.from_toml(capsys.readouterr().out)
+
+
+def test_flags_and_keys_change_what_the_dial_derives(capsys: pytest.CaptureFixture[str]) -> None:
+    config = printed(["--depth", "4", "--dim", "64", "--mixer", "attnres", "--set", "data.rows=64"], capsys)
+    assert (config.model.depth, config.model.dim, config.model.heads) == (4, 64, 1)
+    assert config.model == printed(["--depth", "4", "--mixer", "attnres", "--set", "model.dim=64"], capsys).model
+    tokens = 20 * count_parameters(config.model).active_without_embeddings
+    assert config.run.steps == round(tokens / (64 * 256)), "as many tokens, in fewer steps"
+    config = printed(["--data", "notes", "--tokenizer", "bpe:300", "--tokens", "1e5", "--seed", "3"], capsys)
+    assert (config.data.source, config.data.tokenizer, config.model.vocab_size) == ("notes", "bpe:300", 300)
+    assert (config.run.steps, config.run.seed) == (round(1e5 / config.tokens_per_step), 3)
+    assert printed(["--tokens", "1e5", "--set", "run.steps=7"], capsys).run.steps == 7
+    for wrong, words in (("--tokens=-1", "tokens=-1.0"), ("--tokens=inf", "tokens=inf"), ("--set=lr", "expected KEY=")):
+        assert main(["train", "--print-config", wrong]) == 2
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["cosine", "wsd"])
@@ -109,6 +164,21 @@ def test_each_parameter_is_in_exactly_one_group(name: str, kv: str | None, tmp_p
     assert "sublayers.1.gate_proj" not in muon, "[E, F, D] goes to AdamW"
     optimizers = Optimizers(model, config.optimizer)
     assert len([*optimizers.parameters()]) == len(found)
+
+
+def test_a_torch_without_muon_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    config = tiny_run(tmp_path / "run", optimizer__name="muon")
+    with pytest.raises(ValueError, match=r"needs torch 2\.9 or newer, and this is .*optimizer\.name=adamw"):
+        Optimizers(initial_model(config), config.optimizer)
+
+
+def test_a_device_that_is_not_here_is_named(tmp_path: Path) -> None:
+    for name in ("abacus", "meta", "cuda"):
+        if name == "cuda" and torch.cuda.is_available():
+            continue
+        with pytest.raises(ValueError, match=f"device '{name}' is not here; expected cpu"):
+            train(tiny_run(tmp_path / "run", run__device=name))
 
 
 def test_arms_share_their_initial_weights_where_names_and_shapes_agree(tmp_path: Path) -> None:
@@ -210,6 +280,17 @@ def test_bad_losses_are_skipped_by_choice_but_not_for_ever(tmp_path: Path) -> No
     assert len(skipped) >= 16
 
 
+def test_a_run_that_stopped_goes_on_in_its_folder_by_skipping(tmp_path: Path) -> None:
+    """What its message says can be done."""
+    broken = {"optimizer__lr": 3000.0, "run__steps": 60, "schedule__warmup": 0.9}
+    with pytest.raises(BadLoss, match=r"go on in this one with run\.on_bad_loss=skip"):
+        train(tiny_run(tmp_path / "run", **broken))
+    stopped = len(lines(tmp_path / "run", "train"))
+    with pytest.raises(BadLoss, match="17th time in a row"):
+        train(tiny_run(tmp_path / "run", **broken, run__on_bad_loss="skip"))
+    assert lines(tmp_path / "run", "skipped")[0]["step"] == stopped + 1
+
+
 def test_another_configuration_in_the_same_folder_is_refused_with_the_difference(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,6 +351,41 @@ def test_eval_judges_a_run_and_any_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["eval", str(tmp_path / "nowhere")]) == 2
 
 
+@pytest.mark.skipif(importlib.util.find_spec("tokenizers") is None, reason="tokenizers is not installed")
+def test_eval_tokenises_as_training_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A ready tokenizer may cut texts and put tokens around them, which training does not do."""
+    import tokenizers
+
+    ready = tokenizers.Tokenizer(tokenizers.models.BPE())
+    ready.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    ready.train_from_iterator(
+        ["depth mixes what a layer reads"] * 9,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=300,
+            special_tokens=["[CLS]", "[SEP]"],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    ready.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
+    bare = len(ready.encode("what a layer reads " * 40, add_special_tokens=False).ids)
+    ready.enable_truncation(16)
+    ready.save(str(tmp_path / "ready.json"))
+    config = TrainConfig.from_dial(4, tokenizer=str(tmp_path / "ready.json"), dim=16, heads=2, hidden=24)
+    assert config.model.vocab_size == ready.get_vocab_size()
+    tiny = tiny_run(tmp_path / "run", data__tokenizer=str(tmp_path / "ready.json"), run__steps=1)
+    train(dataclasses.replace(tiny, model=config.model))
+    (tmp_path / "file").write_bytes(b"what a layer reads " * 40)
+    assert main(["eval", str(tmp_path / "run"), "--file", str(tmp_path / "file"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == bare - 1
+    (tmp_path / "file").write_bytes(b"no \xff text")
+    assert main(["eval", str(tmp_path / "run"), "--file", str(tmp_path / "file")]) == 0
+    for path in (tmp_path / "run" / "final", tmp_path / "tokens"):
+        (path / "tokenizer.json").unlink()
+    assert main(["eval", str(tmp_path / "run"), "--file", str(tmp_path / "file")]) == 2
+    assert "expected the tokenizer that" in capsys.readouterr().err
+
+
 def test_two_ranks_follow_the_same_curve_as_one(tmp_path: Path) -> None:
     config = tiny_run(tmp_path / "one", **MOE, optimizer__name="muon", run__asynchronous=True)
     train(config, trace=dm.trace)
@@ -280,6 +396,7 @@ def test_two_ranks_follow_the_same_curve_as_one(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        env=CHILD,
     )
     assert done.returncode == 0, done.stderr
     for kind, field in (("train", "loss"), ("train", "grad_norm"), ("validation", "loss")):

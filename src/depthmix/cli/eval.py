@@ -10,12 +10,10 @@ from typing import Annotated
 import torch
 import tyro
 
-from depthmix.inference import load_tokenizer
 from depthmix.models import Decoder
+from depthmix.training import Corpus, Score, load_run, read_config, score
 from depthmix.training.build import export as export_model
-from depthmix.training.build import load_run, read_config
-from depthmix.training.data import Corpus
-from depthmix.training.evaluate import Score, score
+from depthmix.training.tokenize import FILE, Bytes, Encoder, FromFile
 
 
 def run(
@@ -38,18 +36,18 @@ def run(
         export: also write the model into this directory, as safetensors.
         json: print one object.
     """
-    config = read_config(folder)
+    data = read_config(folder).data
     model = load_run(folder, device)
-    data = config.data.path
-    row = config.data.tokens_per_row if tokens_per_row is None else tokens_per_row
+    row = data.tokens_per_row if tokens_per_row is None else tokens_per_row
+    rows = data.rows if rows is None else rows
     if file is None:
-        corpus = Corpus.load(data)
+        corpus = Corpus.load(data.path)
         tokens = torch.as_tensor(corpus.validation[:].astype("int64"))
-        found = score(model, tokens, corpus.bytes_per_token * len(tokens), row, rows or config.data.rows)
+        found = score(model, tokens, corpus.bytes_per_token * len(tokens), row, rows)
     else:
-        found = score_file(model, file, tokenizer_folder(folder, data), row, rows or config.data.rows)
+        found = score_file(model, file, Bytes() if data.tokenizer == "bytes" else encoder(folder, data.path), row, rows)
     if export is not None:
-        export_model(model, export, tokenizer_folder(folder, data) / "tokenizer.json")
+        export_model(model, export, tokenizer_file(folder, data.path))
     if json:
         print(json_format.dumps({"run": str(folder), "on": str(file or "validation"), **found._asdict()}, indent=2))
     else:
@@ -61,16 +59,24 @@ def run(
     return 0
 
 
-def score_file(model: Decoder, file: Path, tokenizer: Path, row: int, rows: int) -> Score:
+def score_file(model: Decoder, file: Path, encoder: Encoder, row: int, rows: int) -> Score:
     if not file.is_file():
         raise FileNotFoundError(f"no file {file}; expected a text")
     content = file.read_bytes()
-    text = content.decode("utf-8", errors="surrogateescape")  # bytes that are no text come through unchanged
-    ids = load_tokenizer(tokenizer, model.config.vocab_size).encode(text)
+    ids = torch.as_tensor(encoder.encode([content])[0].astype("int64"))
     if len(ids) < 2:
         raise ValueError(f"{file} has {len(ids)} tokens; expected at least 2: the first is not predicted")
-    return score(model, torch.tensor(ids), len(content), row, rows)
+    return score(model, ids, len(content), row, rows)
 
 
-def tokenizer_folder(folder: Path, data: Path) -> Path:
-    return folder / "final" if (folder / "final" / "tokenizer.json").is_file() else data
+def encoder(folder: Path, data: Path) -> Encoder:
+    """As in training: nothing is put around a text, nothing is cut off."""
+    file = tokenizer_file(folder, data)
+    if not file.is_file():
+        raise FileNotFoundError(f"no {file}; expected the tokenizer that {folder} was trained with")
+    return FromFile(file)
+
+
+def tokenizer_file(folder: Path, data: Path) -> Path:
+    final = folder / "final" / FILE
+    return final if final.is_file() else data / FILE

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_format
+import math
+import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from depthmix.analysis.trace import trace
-from depthmix.training.checkpoint import CheckpointError
-from depthmix.training.config import TrainConfig, mechanisms, override
-from depthmix.training.loop import BadLoss, Interrupted, train
+from depthmix.ops import keep_freed_memory
+from depthmix.training import BadLoss, CheckpointError, Interrupted, Result, TrainConfig, override, train
+from depthmix.training.config import dial_tokens, mechanisms
 from depthmix.training.ranks import main_process
 
 
@@ -23,6 +25,9 @@ def run(
     folder: Path | None = None,
     mixer: str | None = None,
     depth: int | None = None,
+    dim: int | None = None,
+    data: str | None = None,
+    tokenizer: str | None = None,
     config: Path | None = None,
     tokens: float | None = None,
     steps: int | None = None,
@@ -43,32 +48,30 @@ def run(
         folder: of the run; one that holds an unfinished run goes on with it. By default runs/MIXER-DEPTH.
         mixer: a mechanism; a KV site alone goes with the residual; attnres+value_residual has both.
         depth: the dial: sublayers, attention and MLP counted separately; width, rate, batch and length follow (12).
+        dim: width; by default as the dial derives it.
+        data: stdlib (the default), a folder, a text, JSONL or Parquet file, or hf:NAME.
+        tokenizer: bytes (the default), bpe:4096, or a tokenizer.json.
         config: a TOML file to begin with instead of the dial, such as the config.toml of another run.
         tokens: to train on; by default 20 for each parameter.
         steps: to train for; prevails over tokens.
         seed: of weights and data order.
         set_: any field by its dotted key, such as optimizer.lr=1e-3 or mixer.block_sublayers=4; once for each.
-        restart: begin anew and remove what the folder holds.
+        restart: begin anew and remove what the folder holds of an earlier run.
         print_config: print the resolved configuration as TOML and end.
         every: without a terminal, print a line each so many steps.
         json: print the result as one object.
     """
-    chosen = resolve(folder, mixer, depth, config, tokens, steps, seed, set_, restart)
+    flags = {"data.source": data, "data.tokenizer": tokenizer, "run.steps": steps, "run.seed": seed}
+    pairs = [*map(split, set_), *((key, value) for key, value in flags.items() if value is not None)]
+    chosen = resolve(folder, mixer, depth, dim, config, tokens, pairs, restart)
     if print_config:
         print(chosen.to_toml())
         return 0
-    with progress(every) as report:
-        try:
-            found = train(chosen, resume=not restart, report=report, trace=trace)
-        except FileNotFoundError:
-            raise
-        except (BadLoss, CheckpointError, OSError) as error:
-            print(f"depthmix: {error}", file=sys.stderr)
-            return 1
-        except Interrupted as error:
-            if main_process():
-                print(f"depthmix: {error}. To go on: depthmix train --folder {chosen.run.folder}", file=sys.stderr)
-            return 130
+    if chosen.run.device == "cpu":
+        keep_freed_memory()
+    found = attempt(chosen, restart, Progress(every))
+    if isinstance(found, int):
+        return found
     if not main_process():
         return 0
     if json:
@@ -82,25 +85,51 @@ def run(
     return 0
 
 
+def attempt(chosen: TrainConfig, restart: bool, progress: Progress) -> Result | int:
+    """The result, or the exit code of a run that stopped; why it did is then on stderr."""
+    again = f"To go on: depthmix train --folder {shlex.quote(chosen.run.folder)}"
+    try:
+        found = train(chosen, resume=not restart, report=progress.report, trace=trace)
+    except FileNotFoundError:
+        raise
+    except (BadLoss, CheckpointError, OSError) as error:
+        words, code = str(error), 1
+    except Interrupted as error:
+        words, code = f"{error}. {again}", 130
+    except KeyboardInterrupt:  # before the first step, or a second time
+        words, code = f"stopped at once, what was not in a checkpoint is lost. {again}", 130
+    else:
+        if not progress.begun and main_process():
+            print(f"depthmix: {chosen.run.folder} was complete already; --restart begins anew", file=sys.stderr)
+        return found
+    finally:
+        progress.end()
+    if main_process():
+        print(f"depthmix: {words}", file=sys.stderr)
+    return code
+
+
 def resolve(
     folder: Path | None,
     mixer: str | None,
     depth: int | None,
+    dim: int | None,
     file: Path | None,
     tokens: float | None,
-    steps: int | None,
-    seed: int | None,
-    changes: tuple[str, ...],
+    pairs: list[tuple[str, Any]],
     restart: bool,
 ) -> TrainConfig:
-    """File or dial first, then flags, then dotted keys. A folder alone says it all."""
-    pairs = [split(change) for change in changes]
+    """File or dial first, then dotted keys, the later ones last. A folder alone says it all."""
+    if tokens is not None and not 0 < tokens < math.inf:
+        raise ValueError(f"tokens={tokens}; expected a number above 0")
     there = None if folder is None or restart else folder / "config.toml"
-    if there is not None and there.is_file() and file is None and depth is None and mixer is None:
+    if there is not None and there.is_file() and file is None and depth is None and dim is None and mixer is None:
         file = there
+    keys = dict(pairs)
     if file is not None:
-        if depth is not None:
-            raise ValueError(f"depth={depth} beside config={file}; expected one of them, or set model.layers")
+        for name, key, given in (("depth", "layers", depth), ("dim", "dim", dim)):
+            if given is not None:
+                raise ValueError(f"{name}={given} beside config={file}; expected one of them, or set model.{key}")
         if not file.is_file():
             raise FileNotFoundError(f"no configuration at {file}; expected a TOML file such as a run's config.toml")
         found = TrainConfig.from_toml(file.read_text(encoding="utf-8"), str(file))
@@ -108,24 +137,19 @@ def resolve(
             found = override(found, f"model.{name}", value)
     else:
         # Fields of the model that others follow from must be there when these are derived.
-        first: dict[str, Any] = {
-            k.removeprefix("model."): v for k, v in pairs if k in ("model.dim", "model.vocab_size")
+        sizes: dict[str, Any] = {
+            name: whole(name, keys[f"model.{name}"]) for name in ("dim", "vocab_size") if f"model.{name}" in keys
         }
-        tokenizer = dict(pairs).get("data.tokenizer", "bytes")
-        sizes: dict[str, Any] = {name: whole(name, value) for name, value in first.items()}
-        found = TrainConfig.from_dial(
-            12 if depth is None else depth, mixer or "residual", tokenizer=tokenizer, tokens=tokens, **sizes
-        )
-    for key, value in pairs:
+        if dim is not None:
+            sizes["dim"] = dim
+        tokenizer = keys.get("data.tokenizer", "bytes")
+        found = TrainConfig.from_dial(12 if depth is None else depth, mixer or "residual", tokenizer=tokenizer, **sizes)
+    for key, value in [*pairs, *([] if folder is None else [("run.folder", str(folder))])]:
         found = override(found, key, value)
-    if tokens is not None:
+    if tokens is None and file is None:
+        tokens = dial_tokens(found.model)
+    if tokens is not None and "run.steps" not in keys:
         found = override(found, "run.steps", max(1, round(tokens / found.tokens_per_step)))
-    for key, number in (
-        ("run.steps", steps),
-        ("run.seed", seed),
-        ("run.folder", None if folder is None else str(folder)),
-    ):
-        found = found if number is None else override(found, key, number)
     return found
 
 
@@ -142,37 +166,36 @@ def whole(name: str, value: str) -> int:
     return int(value)
 
 
-class progress:
+class Progress:
     """A bar with the time left on a terminal, else a line each `every` steps. Both on stderr."""
 
     def __init__(self, every: int) -> None:
         self.every = max(1, every)
-        self.steps, self.first, self.begun, self.last = 0, 0, time.monotonic(), ""
+        self.steps, self.first, self.begun, self.last = 0, 0, 0.0, ""
         self.bar: Any = None
 
-    def __enter__(self) -> Callable[[Mapping[str, Any]], None]:
-        if sys.stderr.isatty() and main_process():
+    def begin(self, event: Mapping[str, Any]) -> None:
+        """Not before: what prepares the data writes to the terminal itself."""
+        self.steps, self.first, self.begun = event["steps"], event["step"], time.monotonic()
+        goes = f"goes on after step {self.first} of {self.steps}" if self.first else f"{self.steps} steps"
+        self.say(f"{event['parameters']:,} parameters, {goes}")
+        if sys.stderr.isatty():
             from rich import progress as rich
             from rich.console import Console
 
             columns = ("{task.description}", rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn())
             self.bar = rich.Progress(*columns, console=Console(stderr=True))
             self.bar.start()
-            self.task = self.bar.add_task("training")
-        return self.report
+            self.task = self.bar.add_task("training", total=self.steps, completed=self.first)
 
-    def __exit__(self, *error: Any) -> None:
+    def end(self) -> None:
         if self.bar is not None:
             self.bar.stop()
 
     def report(self, event: Mapping[str, Any]) -> None:
         kind, step = event["kind"], event["step"]
         if kind == "begin":
-            self.steps, self.first, self.begun = event["steps"], step, time.monotonic()
-            if self.bar is not None:
-                self.bar.update(self.task, total=self.steps, completed=step)
-            goes = f"goes on after step {step} of {self.steps}" if step else f"{self.steps} steps"
-            self.say(f"{event['parameters']:,} parameters, {goes}")
+            self.begin(event)
         elif kind == "validation":
             self.last = f"validation {event['loss']:.4f}"
             self.say(f"step {step}/{self.steps}  {self.last}  {event['bits_per_byte']:.4f} bits per byte")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,12 +15,21 @@ import torch
 from depthmix.models import Decoder, load_model, save_model
 from depthmix.models.init import NORMAL, TABLE
 from depthmix.training import checkpoint, ranks
-from depthmix.training.config import TrainConfig
+from depthmix.training.config import DataConfig, TrainConfig
+from depthmix.training.data import Corpus, prepare
+from depthmix.training.precision import check_device
 
 
 def seed_of(*words: object) -> int:
     """A seed from a few words, the same everywhere."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, words)).encode()).digest()[:7], "big")
+
+
+def open_corpus(data: DataConfig) -> Corpus:
+    """The tokens that a configuration asks for, prepared where they are not there yet."""
+    return prepare(
+        data.source, tokenizer=data.tokenizer, folder=data.path, validation=data.validation, field=data.field
+    )
 
 
 @torch.no_grad()
@@ -64,8 +74,9 @@ def export(model: Decoder, directory: Path, tokenizer: Path | None = None) -> No
             shutil.copyfile(tokenizer, directory / "tokenizer.json")
 
 
-def load_run(folder: Path, device: torch.device | str = "cpu") -> Decoder:
+def load_run(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> Decoder:
     """The model of a run: the finished one, else that of its newest checkpoint."""
+    folder = Path(folder)
     if (folder / "final").is_dir() and (folder / "result.json").is_file():
         return load_model(folder / "final", device=device)
     config = read_config(folder)
@@ -74,11 +85,11 @@ def load_run(folder: Path, device: torch.device | str = "cpu") -> Decoder:
         raise FileNotFoundError(f"{folder} has neither a final model nor a checkpoint; expected a run that has begun")
     model = Decoder(config.model)
     model.load_state_dict(found[1]["model"])
-    return model.to(device).eval()
+    return model.to(check_device(str(device))).eval()
 
 
-def read_config(folder: Path) -> TrainConfig:
-    path = folder / "config.toml"
+def read_config(folder: str | os.PathLike[str]) -> TrainConfig:
+    path = Path(folder) / "config.toml"
     if not path.is_file():
         raise FileNotFoundError(f"no {path}; expected the folder of a run of `depthmix train`")
     return TrainConfig.from_toml(path.read_text(encoding="utf-8"), str(path))

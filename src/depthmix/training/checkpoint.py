@@ -83,11 +83,9 @@ def write(folder: Path, step: int, tensors: dict[str, Tensor], rest: Any, keep: 
         if group is not None:
             dist.destroy_process_group(group)
     if ranks.rank() == 0:
-        newer = [
-            path for path in checkpoints(folder) if number(path) > step
-        ]  # left behind, damaged, by an earlier start
-        older = [path for path in checkpoints(folder) if number(path) <= step][:-keep]
-        for path in newer + older:
+        there = checkpoints(folder)
+        newer = [path for path in there if number(path) > step]  # passed over, damaged, by an earlier start
+        for path in newer + [path for path in there if number(path) <= step][:-keep]:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -109,7 +107,8 @@ def together(work: Callable[[], None], group: Any) -> None:
 
 
 def fresh(part: Path) -> None:
-    shutil.rmtree(part, ignore_errors=True)  # of a save that was killed
+    for path in part.parent.glob(f"*{PART}"):  # of saves that were killed
+        shutil.rmtree(path)
     part.mkdir(parents=True)
 
 
@@ -137,7 +136,8 @@ def cause(error: BaseException) -> str:
 
 
 def latest(folder: Path, into: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]] | None:
-    """The newest whole checkpoint: its step and its state. Damaged ones are passed over, with a message on stderr.
+    """The newest whole checkpoint: its step and its state. Damaged ones are passed over, with a message on stderr; one
+    of another version is an error.
 
     `into` holds tensors, sharded ones too, that are filled in place; without it they are made.
     """
@@ -152,16 +152,19 @@ def latest(folder: Path, into: Mapping[str, Any] | None = None) -> tuple[int, di
 
 
 def newest_whole(folder: Path) -> int:
-    for path in reversed(checkpoints(folder)):
+    there = checkpoints(folder)
+    while there:
+        path = there.pop()
         problem = damage(path)
         if problem is None:
             return number(path)
-        print(f"depthmix: {problem}. Falling back to the checkpoint before it", file=sys.stderr)
+        next_ = f"Falling back to {there[-1].name}" if there else "No other is left: the run begins anew"
+        print(f"depthmix: {problem}. {next_}", file=sys.stderr, flush=True)
     return -1
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, by its manifest."""
+    """What is wrong with a checkpoint, by its manifest; the whole work of another version is not called damaged."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         files = {str(name): (int(about["bytes"]), str(about["sha256"])) for name, about in manifest["files"].items()}
@@ -171,7 +174,10 @@ def damage(path: Path) -> str | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         return f"{path / MANIFEST} is damaged ({type(error).__name__}: {error})"
     if version != FORMAT:
-        return f"{path} has format {version!r}; this version reads {FORMAT}"
+        raise ValueError(
+            f"{path} has format {version!r}; this version of depthmix reads {FORMAT}. Go on with the one that wrote "
+            "it, or choose another folder"
+        )
     if step != number(path):
         return f"{path / MANIFEST} is of step {step}"
     if strange := sorted({p.name for p in path.iterdir()} - {*files, MANIFEST}):

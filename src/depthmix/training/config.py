@@ -18,17 +18,23 @@ from depthmix.mechanisms import list_mechanisms
 from depthmix.mechanisms.base import check_positive, check_range
 from depthmix.models import DecoderConfig, count_parameters
 from depthmix.models.config import check_fields
+from depthmix.training.tokenize import Bytes, count_ids, full_name
 
-# What may change from one start to the next: none of it touches the weights or the measured losses.
-FREE = ("data.folder", "run.folder", "run.keep", "run.checkpoint_every", "run.asynchronous", "run.tracker")
+# What may change from one start to the next: none of it touches the weights or the measured losses of a run that goes
+# well, and what became of a bad loss is in its metrics.
+FREE = (
+    *("data.folder", "run.folder", "run.keep", "run.checkpoint_every", "run.asynchronous", "run.tracker"),
+    *("run.on_bad_loss", "run.bad_loss_factor"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     source: str = "stdlib"  # or a folder, a text, JSONL or Parquet file, or hf:NAME
     tokenizer: str = "bytes"  # or bpe:4096, or a tokenizer.json
-    folder: str | None = None  # of the tokens; None: under data/, by source and tokenizer
+    folder: str | None = None  # of the tokens; None: under data/, by what decides them
     validation: float = 0.05  # share that is held out
+    field: str = "text"  # of a row of JSONL, Parquet or a dataset: where its text is
     tokens_per_row: int = 256
     rows: int = 16  # of a micro-batch, over all ranks
 
@@ -44,8 +50,11 @@ class DataConfig:
         if self.folder is not None:
             return Path(self.folder)
         words = [re.sub(r"[^A-Za-z0-9]+", "-", word).strip("-") for word in (self.source, self.tokenizer)]
-        if "/" in self.source or "/" in self.tokenizer:  # paths that differ in a sign must not share a folder
-            words.append(hashlib.sha256(f"{self.source}\n{self.tokenizer}".encode()).hexdigest()[:8])
+        marks = [self.source, self.tokenizer]
+        asked = {name: getattr(self, name) for name in ("validation", "field")}
+        marks += [f"{name}={value}" for name, value in asked.items() if value != getattr(DataConfig, name)]
+        if marks[2:] or "/" in self.source + self.tokenizer:  # paths that differ in a sign must not share a folder
+            words.append(hashlib.sha256("\n".join(marks).encode()).hexdigest()[:8])
         return Path("data") / "_".join(words)
 
 
@@ -149,17 +158,19 @@ class TrainConfig:
         Args:
             depth: sublayers; attention and MLP count separately.
             mixer: a mechanism's name; a KV site's name alone goes with the residual, "attnres+value_residual" has both.
-            tokenizer: decides the vocabulary, unless `vocab_size` is given.
+            tokenizer: bytes, bpe:SIZE or a tokenizer.json; decides the vocabulary, unless `vocab_size` is given.
             folder: of the run.
             tokens: to train on.
             model: other fields of DecoderConfig.
         """
-        chosen = {**{"vocab_size": vocabulary(tokenizer, model)}, **mechanisms(mixer), **model}
+        if "vocab_size" not in model:
+            model["vocab_size"] = vocabulary(tokenizer)
+        chosen = {**mechanisms(mixer), **model}
         decoder = DecoderConfig.from_depth(depth, **chosen)
         name = "+".join(c.name for c in (decoder.mixer, decoder.kv_mixer) if c is not None)
         wide = decoder.dim >= 512
         data = DataConfig(tokenizer=tokenizer, tokens_per_row=512 if wide else 256, rows=32 if wide else 16)
-        budget = 20 * count_parameters(decoder).active_without_embeddings if tokens is None else tokens
+        budget = dial_tokens(decoder) if tokens is None else tokens
         steps = max(1, round(budget / (data.rows * data.tokens_per_row)))
         run = RunConfig(folder=folder or f"runs/{name}-{depth}", steps=steps)
         rate = float(f"{3e-3 * math.sqrt(256 / decoder.dim):.2g}")
@@ -176,9 +187,12 @@ class TrainConfig:
             raise ValueError(f"unknown parts {', '.join(extra)}; expected some of {', '.join(hints)}")
         if "model" not in found:
             raise ValueError("the part [model] is missing; expected a configuration that `depthmix train` wrote")
+        for name, part in found.items():
+            if not isinstance(part, Mapping):
+                raise ValueError(f"{name}={part!r}; expected its fields, such as {name}.{fields(hints[name])[0]}")
         parts: dict[str, Any] = {"model": DecoderConfig.from_dict(found["model"])}
         for name in set(found) - {"model"}:
-            known = [f.name for f in dataclasses.fields(hints[name])]
+            known = fields(hints[name])
             if extra := sorted(set(found[name]) - set(known)):
                 raise ValueError(f"unknown fields {', '.join(extra)} of {name}; expected some of {', '.join(known)}")
             parts[name] = hints[name](**found[name])
@@ -212,12 +226,20 @@ def as_float(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-def vocabulary(tokenizer: str, given: Mapping[str, Any]) -> int:
-    if tokenizer == "bytes" or "vocab_size" in given:
-        return int(given.get("vocab_size", 256))
-    if found := re.fullmatch(r"bpe:(\d+)", tokenizer):
-        return int(found[1])
-    raise ValueError(f"tokenizer={tokenizer!r}; expected vocab_size=… beside it: its size is in the file")
+def fields(part: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(part)]
+
+
+def dial_tokens(model: DecoderConfig) -> int:
+    """20 for each parameter that a token uses, without embeddings."""
+    return 20 * count_parameters(model).active_without_embeddings
+
+
+def vocabulary(tokenizer: str) -> int:
+    name = full_name(tokenizer)
+    if name == "bytes":
+        return Bytes.size
+    return int(name.removeprefix("bpe:")) if name.startswith("bpe:") else count_ids(Path(tokenizer).expanduser())
 
 
 def mechanisms(mixer: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -255,7 +277,7 @@ def override(config: TrainConfig, key: str, value: Any) -> TrainConfig:
     fixed = path[:2] not in (["model", "mixer"], ["model", "kv_mixer"], ["model", "moe"], ["model", "loop"])
     if not isinstance(place, dict) or (fixed and path[-1] not in place):
         raise ValueError(f"unknown key {key!r}. {known(place)}")
-    place[path[-1]] = like(place.get(path[-1]), parse(value))
+    place[path[-1]] = like(place.get(path[-1]), value)
     try:
         return TrainConfig.from_dict(found)
     except (TypeError, ValueError) as error:
@@ -277,11 +299,12 @@ def parse(value: Any) -> Any:
         return value
 
 
-def like(old: Any, new: Any) -> Any:
-    """1e4 is a whole number where one is expected, and 3 a text where a text is."""
+def like(old: Any, value: Any) -> Any:
+    """1e4 is a whole number where one is expected, and a text where a text is."""
+    new = parse(value)
     if isinstance(old, int) and not isinstance(old, bool) and isinstance(new, float) and new.is_integer():
         return int(new)
-    return str(new) if isinstance(old, str) and isinstance(new, int | float) else new
+    return str(value) if isinstance(old, str) and isinstance(new, int | float) else new
 
 
 def leaves(found: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from depthmix.training.build import read_config
 from depthmix.training.config import TrainConfig, difference
 
 CONFIG, RESULT = "config.toml", "result.json"
+PATIENCE = 1.0  # seconds
 OWN = (RESULT, "final", "checkpoints", "snapshots", "metrics.jsonl", "tensorboard", CONFIG)
 
 
@@ -50,7 +53,7 @@ def claimed(config: TrainConfig, resume: bool) -> Iterator[None]:
             return
         folder.mkdir(parents=True, exist_ok=True)
         handle.append(locked(folder / "lock"))
-        if not resume:
+        if not resume and (folder / CONFIG).is_file():  # else these names are not ours
             for path in (folder / name for name in OWN):
                 if path.is_dir():
                     shutil.rmtree(path)
@@ -117,16 +120,24 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def stopping() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM set a flag, which the loop asks after a whole step; a second one ends at once."""
+    """Ctrl-C and SIGTERM set a flag, which the loop asks after a whole step; another one, later, ends at once.
+
+    Not one that comes with the first: torchrun hands on to its processes what the terminal has sent them already.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    asked: list[int] = []
+    asked: list[float] = []
     before: dict[signal.Signals, Any] = {}
 
     def ask(number: int, frame: Any) -> None:
-        asked.append(number)
-        restore()
+        if asked and time.monotonic() - asked[0] > PATIENCE:
+            restore()
+            signal.raise_signal(number)
+        elif not asked:
+            asked.append(time.monotonic())
+            if ranks.rank() == 0:  # past the buffers of sys.stderr, which this may have interrupted
+                os.write(2, b"\ndepthmix: stopping after this step; again to stop at once\n")
 
     def restore() -> None:
         for each, handler in before.items():
@@ -137,4 +148,5 @@ def stopping() -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: bool(asked)
     finally:
-        restore()
+        if not asked:  # else the next signal restores them, unless it belongs to the first
+            restore()

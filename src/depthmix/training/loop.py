@@ -24,13 +24,13 @@ from torch import Tensor
 from depthmix.models import Decoder, count_parameters, update_balance
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.training import checkpoint, metrics, ranks
-from depthmix.training.build import export, initial_model, seed_of
+from depthmix.training.build import export, initial_model, open_corpus, seed_of
 from depthmix.training.config import TrainConfig
-from depthmix.training.data import Batches, Corpus, prepare, validation_batches
+from depthmix.training.data import Batches, Corpus, validation_batches
 from depthmix.training.flops import flops_per_token
 from depthmix.training.folder import Result, claimed, finished, stopping, write_result
 from depthmix.training.optim import Optimizers
-from depthmix.training.precision import check_precision, computing
+from depthmix.training.precision import check_device, check_precision, computing
 from depthmix.training.schedule import rate
 
 Report = Callable[[Mapping[str, Any]], None]
@@ -96,35 +96,36 @@ def train(
         report: is called on rank 0 with each line of metrics.jsonl, and with kinds "begin" and "checkpoint".
         trace: `depthmix.trace`, for M and the entropy of its rows.
     """
-    device = torch.device(config.run.device)
+    device = check_device(config.run.device)
     check_precision(config.run.precision, device)
     with ranks.companions(device), claimed(config, resume):
         if (done := finished(config)) is not None:
             return done
         run = begin(config, device, report, trace)
-        with stopping() as asked:
-            while run.progress.step < config.run.steps:
-                step(run)
-                look(run)
-                stop = bool(ranks.total(asked()))
-                if stop or due(run, config.run.checkpoint_every):
-                    save(run)
-                if stop and run.progress.step < config.run.steps:
-                    wait(run)
-                    raise Interrupted(
-                        f"stopped after step {run.progress.step} of {config.run.steps}, with a checkpoint"
-                    )
-        wait(run)
-        export(run.model, run.folder / "final", run.corpus.folder / "tokenizer.json")
-        return write_result(run.folder, result(run))
+        try:
+            with stopping() as asked:
+                while run.progress.step < config.run.steps:
+                    step(run)
+                    look(run)
+                    stop = bool(ranks.total(asked()))
+                    if stop or due(run, config.run.checkpoint_every):
+                        save(run)
+                    if stop and run.progress.step < config.run.steps:
+                        wait(run)
+                        raise Interrupted(
+                            f"stopped after step {run.progress.step} of {config.run.steps}, with a checkpoint"
+                        )
+            wait(run)
+            export(run.model, run.folder / "final", run.corpus.folder / "tokenizer.json")
+            return write_result(run.folder, result(run))
+        finally:
+            close(run)
 
 
 def begin(config: TrainConfig, device: torch.device, report: Report, trace: metrics.Tracer | None) -> Run:
     """From the newest whole checkpoint, else from the initial weights."""
     data = config.data
-    corpus = ranks.first_then_others(
-        lambda: prepare(data.source, tokenizer=data.tokenizer, folder=data.path, validation=data.validation)
-    )
+    corpus = ranks.first_then_others(lambda: open_corpus(data))
     if corpus.vocab_size > config.model.vocab_size:
         raise ValueError(
             f"model.vocab_size={config.model.vocab_size}; expected at least {corpus.vocab_size}, the ids of {data.path}"
@@ -230,8 +231,8 @@ def forgive(run: Run, problem: str) -> None:
     often = f", for the {run.progress.bad}th time in a row" if run.progress.bad > 1 else ""
     raise BadLoss(
         f"step {run.progress.step}: {problem}{often}. Largest layer: {where}. Last good checkpoint: "
-        f"{found[-1] if found else 'none'}. Lower optimizer.lr (now {run.config.optimizer.lr:g}), or set "
-        "run.on_bad_loss=skip"
+        f"{found[-1] if found else 'none'}. Lower optimizer.lr (now {run.config.optimizer.lr:g}) in another folder, or "
+        "go on in this one with run.on_bad_loss=skip or another run.bad_loss_factor"
     )
 
 
@@ -315,6 +316,14 @@ def wait(run: Run) -> None:
     pending, run.pending = run.pending, None
     if pending is not None:
         pending.result()
+
+
+def close(run: Run) -> None:
+    """Nothing of a run outlives its claim of the folder, whatever ended it."""
+    if run.pending is not None:
+        run.pending.exception()
+    if run.log is not None:
+        run.log.close()
 
 
 def restore(run: Run, state: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.models import Decoder
-from depthmix.models.io import flush
+from depthmix.models.io import beside, flush
 from depthmix.training import ranks
 from depthmix.training.build import disk_errors
 
@@ -31,23 +31,31 @@ class Metrics:
 
     def __init__(self, path: Path, step: int, tracker: str = "none") -> None:
         """Lines beyond `step` are of a future that a restart runs again: they go, and so does half a line."""
-        self.path = path
+        self.track, self.end = make_tracker(tracker, path.parent, step)
         kept = [line for line in read_metrics(path) if line["step"] <= step]
         part = path.with_name(path.name + ".part")
         part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         flush(part)
         part.replace(path)
         self.file = path.open("a", encoding="utf-8")
-        self.track = make_tracker(tracker, path.parent)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()
+        except OSError as error:
+            why = f"{os.strerror(error.errno or 0)}; the checkpoints are as they were"
+            raise OSError(error.errno, why, self.file.name) from error
         self.track(line)
 
     def sync(self) -> None:
         """Before a checkpoint: after a crash of the machine no line up to it is missing."""
         os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.end()
+        with suppress(OSError):  # every line was flushed; of a full disk its own error tells
+            self.file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -63,23 +71,24 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [line for line in found if isinstance(line, dict) and "step" in line]
 
 
-def make_tracker(name: str, folder: Path) -> Callable[[Mapping[str, Any]], None]:
+def make_tracker(name: str, folder: Path, step: int) -> tuple[Callable[[Mapping[str, Any]], None], Callable[[], None]]:
+    """What takes a line, and what to call at the end."""
     if name == "none":
-        return lambda line: None
+        return lambda line: None, lambda: None
     try:
         if name == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
 
-            board = SummaryWriter(str(folder / "tensorboard"))
+            board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
             def track(line: Mapping[str, Any]) -> None:
                 for key, value in scalars(line):
                     board.add_scalar(key, value, line["step"])
 
-            return track
+            return track, board.close
         trackio: Any = importlib.import_module(name)
-        trackio.init(project="depthmix", name=folder.name)
-        return lambda line: trackio.log(dict(scalars(line)), step=line["step"])
+        trackio.init(project="depthmix", name=folder.name, resume="allow")
+        return lambda line: trackio.log(dict(scalars(line)), step=line["step"]), trackio.finish
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"run.tracker={name!r} needs the package {name}: pip install {name}") from error
 
@@ -174,15 +183,12 @@ def save_snapshot(path: Path, step: int, config: Any, found: Mapping[str, Tensor
     from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     about = {"step": str(step), "mixer": json.dumps(config.mixer.to_dict())}
-    try:
+    with beside(path) as part:
         with disk_errors():
             save_file({name: tensor.float().contiguous() for name, tensor in found.items()}, part, about)
         flush(part)
         part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def largest_layer(model: Decoder, loss: Callable[[], Tensor]) -> str:

@@ -56,6 +56,11 @@ class Optimizers:
             betas = (config.betas[0], config.betas[1])
             self.inner.append(torch.optim.AdamW(plain(adamw), lr=config.lr, betas=betas, eps=config.eps, fused=True))
         if muon:
+            if not hasattr(torch.optim, "Muon"):
+                raise ValueError(
+                    f"optimizer.name='muon' needs torch 2.9 or newer, and this is {torch.__version__}; expected "
+                    "optimizer.name=adamw here"
+                )
             self.inner.append(
                 torch.optim.Muon(plain(muon), lr=config.lr, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
             )

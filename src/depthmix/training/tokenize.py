@@ -8,6 +8,7 @@ model has exactly one byte a token, and bits per byte include the price of an en
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -65,6 +66,17 @@ class FromFile:
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
         found = self.inner.encode_batch([text.decode("utf-8", "replace") for text in texts], add_special_tokens=False)
         return [np.array(one.ids, np.uint32) for one in found]
+
+
+def count_ids(path: Path) -> int:
+    """How many ids a tokenizer.json may give, without the package that reads it."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        words = found["model"]["vocab"]  # a list of pairs for Unigram models
+        ids = [*(words.values() if isinstance(words, dict) else range(len(words)))]
+        return int(max(ids + [token["id"] for token in found["added_tokens"]])) + 1
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged or no tokenizer ({type(error).__name__}: {error})") from error
 
 
 def full_name(tokenizer: str) -> str:
