@@ -61,6 +61,7 @@ def test_the_digest_is_of_what_decides_the_result(tmp_path: Path) -> None:
     [
         ("optimizer.rate", "1", "unknown key 'optimizer.rate'"),
         ("nothing.lr", "1", "has no 'nothing'"),
+        ("lr", "1", r"unknown key 'lr'\. Did you mean optimizer\.lr\?"),
         ("optimizer.lr", "fast", "expected a finite number"),
         ("run.steps", "1.5", "expected a whole number"),
         ("run.precision", "float8", "expected one of 'float32', 'bfloat16'"),
@@ -300,9 +301,38 @@ def test_another_configuration_in_the_same_folder_is_refused_with_the_difference
         train(override(config, "optimizer.lr", 1e-3))
     assert main(["train", "--folder", str(tmp_path / "run"), "--set", "run.seed=3"]) == 2
     assert "run.seed: 0 there, 3 now" in capsys.readouterr().err
-    (tmp_path / "run" / "config.toml").write_text("[model\n")
-    assert main(["train", "--folder", str(tmp_path / "run")]) == 2
-    assert "config.toml is damaged" in capsys.readouterr().err
+
+
+def test_a_configuration_that_is_damaged_altered_or_missing_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_run(tmp_path / "run"))
+    (tmp_path / "run" / "result.json").unlink()
+    file = tmp_path / "run" / "config.toml"
+    whole = file.read_text()
+
+    def said() -> str:
+        assert main(["train", "--folder", str(tmp_path / "run")]) == 2
+        return capsys.readouterr().err
+
+    for old, new, words in (
+        ("[model]", "[model", "is damaged: no TOML"),
+        ("lr = 0.005", "lr = 0.004", "the checkpoints beside it:\n  optimizer.lr: 0.005 there, 0.004 now"),
+        ("clip = ", "cut = ", "is no configuration of this version: unknown fields cut of optimizer"),
+    ):
+        file.write_text(whole.replace(old, new, 1))
+        assert f"{file} {words}" in said().replace("is not the configuration of ", ""), old
+    file.unlink()
+    assert f"no {file} beside its run" in said()
+    assert not file.exists()
+    file.write_text(whole)
+    train(tiny_run(tmp_path / "run"))
+
+
+def test_a_start_that_failed_leaves_its_folder_to_the_next(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        train(tiny_run(tmp_path / "run", data__source="nowhere"))
+    train(tiny_run(tmp_path / "run", run__steps=1))
 
 
 def test_other_data_under_a_checkpoint_is_refused(tmp_path: Path) -> None:

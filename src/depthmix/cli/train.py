@@ -65,7 +65,7 @@ def run(
     pairs = [*map(split, set_), *((key, value) for key, value in flags.items() if value is not None)]
     chosen = resolve(folder, mixer, depth, dim, config, tokens, pairs, restart)
     if print_config:
-        print(chosen.to_toml())
+        print(chosen.to_toml(), end="")
         return 0
     if chosen.run.device == "cpu":
         keep_freed_memory()

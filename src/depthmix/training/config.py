@@ -199,7 +199,7 @@ class TrainConfig:
         return cls(**parts)
 
     def to_toml(self) -> str:
-        return "\n".join(toml_lines(self.to_dict(), ()))
+        return "\n".join(toml_lines(self.to_dict(), ())).strip() + "\n"
 
     @classmethod
     def from_toml(cls, text: str, where: str = "the configuration") -> TrainConfig:
@@ -276,7 +276,8 @@ def override(config: TrainConfig, key: str, value: Any) -> TrainConfig:
         place = place[name]
     fixed = path[:2] not in (["model", "mixer"], ["model", "kv_mixer"], ["model", "moe"], ["model", "loop"])
     if not isinstance(place, dict) or (fixed and path[-1] not in place):
-        raise ValueError(f"unknown key {key!r}. {known(place)}")
+        same = [whole for whole, _ in leaves(config.to_dict()) if whole.endswith(f".{path[-1]}")]
+        raise ValueError(f"unknown key {key!r}. {f'Did you mean {same[0]}? ' if same else ''}{known(place)}")
     place[path[-1]] = like(place.get(path[-1]), value)
     try:
         return TrainConfig.from_dict(found)

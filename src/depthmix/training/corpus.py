@@ -206,7 +206,7 @@ def parquet_rows(path: Path, field: str) -> Iterator[str]:
         names = file.schema_arrow.names
         if field not in names:
             raise ValueError(
-                f"{path} has no column {field!r}; its columns are {', '.join(names)}: name one as the field"
+                f"{path} has no column {field!r}; its columns are {', '.join(names)}: name one of them as data.field"
             )
         row = 0
         for batch in file.iter_batches(batch_size=1024, columns=[field]):
@@ -232,7 +232,7 @@ def hub_rows(source: str, field: str) -> Iterator[str]:
 def text_of(row: Any, field: str, where: str) -> str:
     if not isinstance(row, dict) or field not in row:
         fields = ", ".join(map(str, row)) if isinstance(row, dict) else f"none: it is a {type(row).__name__}"
-        raise ValueError(f"{where} has no field {field!r}; its fields are {fields}: name one as the field")
+        raise ValueError(f"{where} has no field {field!r}; its fields are {fields}: name one of them as data.field")
     text = row[field]
     if text is not None and not isinstance(text, str):
         raise ValueError(f"{where}: field {field!r} is a {type(text).__name__}; expected text")

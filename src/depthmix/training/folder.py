@@ -18,6 +18,7 @@ from typing import IO, Any
 from depthmix.models.io import flush
 from depthmix.training import ranks
 from depthmix.training.build import read_config
+from depthmix.training.checkpoint import checkpoints
 from depthmix.training.config import TrainConfig, difference
 
 CONFIG, RESULT = "config.toml", "result.json"
@@ -44,7 +45,8 @@ class Result:
 
 @contextmanager
 def claimed(config: TrainConfig, resume: bool) -> Iterator[None]:
-    """The folder is this run's while it is open: no other configuration is in it, no other process trains in it."""
+    """The folder is this run's while it is open: no other process trains in it, and nothing that could go on is of
+    another configuration."""
     folder = Path(config.run.folder)
     handle: list[IO[str]] = []
 
@@ -53,25 +55,37 @@ def claimed(config: TrainConfig, resume: bool) -> Iterator[None]:
             return
         folder.mkdir(parents=True, exist_ok=True)
         handle.append(locked(folder / "lock"))
-        if not resume and (folder / CONFIG).is_file():  # else these names are not ours
-            for path in (folder / name for name in OWN):
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
-        if (folder / CONFIG).is_file() and (lines := difference(read_config(folder), config)):
-            raise ValueError(
-                f"{folder} holds a run of another configuration:\n  " + "\n  ".join(lines) + "\nChoose another folder, "
-                "or the configuration that is there"
-            )
+        there = (folder / CONFIG).is_file()
+        held = bool(checkpoints(folder / "checkpoints")) or (folder / RESULT).is_file()
+        if held and not there:
+            raise FileNotFoundError(f"no {folder / CONFIG} beside its run. Bring it back, or choose another folder")
+        if held and resume:
+            check_same(read_config(folder), config, f"{folder} holds a run of another configuration")
+        elif there:  # else these names are not ours
+            clear(folder)
         write_text(folder / CONFIG, config.to_toml())
 
-    ranks.first_then_others(claim)
     try:
+        ranks.first_then_others(claim)
         yield
     finally:
         for file in handle:
             file.close()
+
+
+def check_same(there: TrainConfig, now: TrainConfig, problem: str) -> None:
+    if lines := difference(there, now):
+        told = "\n  ".join([f"{problem}:", *lines])
+        raise ValueError(f"{told}\nChoose another folder, or the configuration that is there")
+
+
+def clear(folder: Path) -> None:
+    """The configuration last: a folder that was cleared by half is still ours."""
+    for path in (folder / name for name in OWN):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def locked(path: Path) -> IO[str]:
@@ -137,7 +151,7 @@ def stopping() -> Iterator[Callable[[], bool]]:
         elif not asked:
             asked.append(time.monotonic())
             if ranks.rank() == 0:  # past the buffers of sys.stderr, which this may have interrupted
-                os.write(2, b"\ndepthmix: stopping after this step; again to stop at once\n")
+                os.write(2, b"\ndepthmix: stopping, with a checkpoint; again to stop at once\n")
 
     def restore() -> None:
         for each, handler in before.items():

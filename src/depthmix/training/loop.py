@@ -28,7 +28,7 @@ from depthmix.training.build import export, initial_model, open_corpus, seed_of
 from depthmix.training.config import TrainConfig
 from depthmix.training.data import Batches, Corpus, validation_batches
 from depthmix.training.flops import flops_per_token
-from depthmix.training.folder import Result, claimed, finished, stopping, write_result
+from depthmix.training.folder import CONFIG, Result, check_same, claimed, finished, stopping, write_result
 from depthmix.training.optim import Optimizers
 from depthmix.training.precision import check_device, check_precision, computing
 from depthmix.training.schedule import rate
@@ -301,7 +301,7 @@ def save(run: Run) -> None:
     if run.log is not None:
         run.log.sync()
     random = {"seed": config.seed, "step": progress.step}  # all that the next step's random numbers come from
-    place = {"data": run.batches.state(), "corpus": run.corpus.digest, "random": random}
+    place = {"data": run.batches.state(), "corpus": run.corpus.digest, "random": random, "config": run.config.to_dict()}
     rest = {"progress": dataclasses.asdict(progress), **place}
     folder = run.folder / "checkpoints"
     run.pending = checkpoint.save(
@@ -328,6 +328,8 @@ def close(run: Run) -> None:
 
 def restore(run: Run, state: Mapping[str, Any]) -> None:
     """The tensors are in place already."""
+    altered = f"{run.folder / CONFIG} is not the configuration of the checkpoints beside it"
+    check_same(TrainConfig.from_dict(state["config"]), run.config, altered)
     if state["corpus"] != run.corpus.digest:
         raise ValueError(
             f"the tokens in {run.corpus.folder} are not those that {run.folder} was trained on: digest "
