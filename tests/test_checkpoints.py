@@ -23,7 +23,7 @@ from depthmix.training import CheckpointError, checkpoint, train
 from depthmix.training.checkpoint import checkpoints, latest, save
 from tests.runs import CHILD, lines, start, steps_done, tiny_run, weights
 
-LONG = {"run__steps": 120, "run__checkpoint_every": 5, "run__validate_every": 50, "run__depth_every": 40}
+LONG = {"run__steps": 60, "run__checkpoint_every": 3, "run__validate_every": 25, "run__depth_every": 20}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def same_as(alone: Path, folder: Path) -> None:
     for kind, fields in (("train", ("step", "loss", "lr", "grad_norm")), ("validation", ("step", "loss"))):
         mine, other = ([[line[f] for f in fields] for line in lines(where, kind)] for where in (folder, alone))
         assert mine == other
-    assert [line["step"] for line in lines(folder, "train")] == [*range(1, 121)]
+    assert [line["step"] for line in lines(folder, "train")] == [*range(1, 61)]
 
 
 def test_a_run_killed_ten_times_at_random_moments_ends_with_the_same_bits(alone: Path, tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_run_killed_ten_times_at_random_moments_ends_with_the_same_bits(alone:
     while kills < 10:
         before = steps_done(folder)
         process = start(config)
-        target = before + draw.randint(1, 9)
+        target = before + draw.randint(1, 5)
         while process.is_alive() and steps_done(folder) < target and process.exitcode is None:
             time.sleep(0.002)
             if steps_done(folder) < before:  # a restart drops lines beyond its checkpoint
