@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 # bf16 products end in an illegal instruction on CPUs that advertise AMX without its tile palette.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo test test-full lint docs conformance bench clean help
+.PHONY: demo matrices test test-full lint docs conformance bench clean help
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo         heat maps of M for every mechanism, under out/"
+	@echo "make demo         train residual, block_attnres and depth_attention side by side (minutes); a page under out/"
+	@echo "make matrices     heat maps of M for every mechanism, under out/"
 	@echo "make test         linters, types and all tests (a few minutes on two cores)"
 	@echo "make test-full    the same with every combination of mechanism, KV site and form of the decoder"
 	@echo "make conformance  compare with public implementations from PyPI"
@@ -36,6 +37,9 @@ compiler:
 	  echo "no C++ compiler found and none could be installed: tests of compiled code will be left out"
 
 demo: $(VENV)/dev
+	$(BIN)/python examples/compare_demo.py out/demo $(ARGS)
+
+matrices: $(VENV)/dev
 	$(BIN)/python examples/mixing_matrices.py out/mixing_matrices
 
 lint: $(VENV)/dev

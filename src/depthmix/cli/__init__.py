@@ -10,12 +10,17 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run a verb; wrong input ends with its message and exit code 2."""
     import tyro
 
-    from depthmix.cli import bench, generate, show, verify
+    from depthmix.cli import bench, compare, generate, scaling, show, train, verify
+    from depthmix.cli import eval as eval_verb
     from depthmix.cli import list as list_verb
 
     verbs: dict[str, Callable[..., int]] = {
         "list": list_verb.run,
         "show": show.run,
+        "train": train.run,
+        "eval": eval_verb.run,
+        "compare": compare.run,
+        "scaling": scaling.run,
         "generate": generate.run,
         "verify": verify.run,
         "bench": bench.run,

@@ -1,0 +1,242 @@
+"""What trained runs say about mechanisms: paired differences, speed-ups, crossings, and a verdict in a sentence.
+
+Pure functions over the validation curves of finished runs. An arm is one way to train; runs of two arms with the same
+seed are a pair (the same order of the data, the same initial weights where shapes agree), and only pairs are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from depthmix.analysis.statistics import CONFIDENCE, POWER, Estimate, estimate, interpolate, ratio
+
+Axis = Literal["tokens", "seconds", "flops"]
+AXES: dict[Axis, str] = {"tokens": "tokens", "seconds": "wall-clock", "flops": "compute"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run: its validations, oldest first, and what it cost."""
+
+    arm: str
+    seed: int
+    tokens: tuple[float, ...]
+    seconds: tuple[float, ...]  # of training work, without validation
+    losses: tuple[float, ...]
+    flops: float  # of the whole run
+    tokens_per_second: float
+    memory_bytes: float
+    parameters: int
+    lr: float
+    folder: str = ""
+
+    @property
+    def final(self) -> float:
+        return self.losses[-1]
+
+    def axis(self, name: Axis) -> Sequence[float]:
+        if name == "flops":
+            return [self.flops * tokens / self.tokens[-1] for tokens in self.tokens]
+        return self.tokens if name == "tokens" else self.seconds
+
+
+def read_run(folder: Path, *, arm: str, seed: int, lr: float) -> Run:
+    """From the files that a run leaves in its folder, `metrics.jsonl` and `result.json`."""
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    points = [line for line in lines if line["kind"] == "validation" and line["tokens"] > 0]
+    if not points:
+        raise ValueError(f"{folder}/metrics.jsonl holds no validation; expected one at the end of the run at least")
+    return Run(
+        arm=arm,
+        seed=seed,
+        tokens=tuple(float(p["tokens"]) for p in points),
+        seconds=tuple(float(p["seconds"]) for p in points),
+        losses=tuple(float(p["loss"]) for p in points),
+        flops=float(result["flops"]),
+        tokens_per_second=float(result["tokens_per_second"]),
+        memory_bytes=float(result["peak_memory_bytes"]),
+        parameters=int(result["parameters"]),
+        lr=lr,
+        folder=str(folder),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    at: float  # on the axis
+    ahead: str  # the arm with the lower loss from here on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One arm against its baseline. Ratios are the arm's over the baseline's, as geometric means over the pairs."""
+
+    arm: str
+    baseline: str
+    seeds: tuple[int, ...]  # those that both have
+    difference: Estimate | None = None  # of the final validation loss; below 0: the arm is better
+    speed_ups: Mapping[Axis, Estimate | None] = field(default_factory=dict)
+    needed: Mapping[Axis, float | None] = field(
+        default_factory=dict
+    )  # by the baseline for the arm's loss, mean; None: beyond
+    crossings: Mapping[Axis, list[Crossing]] = field(default_factory=dict)
+    tokens_per_second: Estimate | None = None
+    memory: Estimate | None = None
+    parameters: float | None = None
+    verdict: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    runs: list[Run]
+    rows: list[Row]
+
+    @property
+    def arms(self) -> list[str]:
+        return list(dict.fromkeys(run.arm for run in self.runs))
+
+    def of(self, arm: str) -> dict[int, Run]:
+        """The runs of an arm, by seed."""
+        return {run.seed: run for run in self.runs if run.arm == arm}
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(runs: Sequence[Run], baselines: Mapping[str, str]) -> Comparison:
+    """Each arm of `baselines` against the arm that it names, over the seeds that both have finished."""
+    found: dict[str, dict[int, Run]] = {}
+    for run in runs:
+        if not all(map(math.isfinite, run.losses)):
+            raise ValueError(f"{run.arm}, seed {run.seed}: a validation loss is not finite; leave this run out")
+        if run.seed in found.setdefault(run.arm, {}):
+            raise ValueError(f"{run.arm} has two runs with seed {run.seed}; expected one")
+        found[run.arm][run.seed] = run
+    rows = [row_of(arm, base, found.get(arm, {}), found.get(base, {})) for arm, base in baselines.items()]
+    return Comparison(runs=list(runs), rows=rows)
+
+
+def row_of(arm: str, base: str, mine: Mapping[int, Run], theirs: Mapping[int, Run]) -> Row:
+    seeds = tuple(seed for seed in sorted(mine) if seed in theirs)
+    if not seeds:
+        verdict = f"{arm}: no statement, because no seed was finished by it and by {base}."
+        return Row(arm=arm, baseline=base, seeds=(), verdict=verdict)
+    pairs = [(mine[seed], theirs[seed]) for seed in seeds]
+    difference = estimate([a.final - b.final for a, b in pairs])
+    speed_ups: dict[Axis, Estimate | None] = {axis: speed_up(pairs, axis) for axis in AXES}
+    speed = ratio([a.tokens_per_second for a, _ in pairs], [b.tokens_per_second for _, b in pairs])
+    memory = ratio([a.memory_bytes for a, _ in pairs], [b.memory_bytes for _, b in pairs])
+    return Row(
+        arm=arm,
+        baseline=base,
+        seeds=seeds,
+        difference=difference,
+        speed_ups=speed_ups,
+        needed={axis: needed(pairs, axis) for axis in AXES},
+        crossings={axis: crossings(pairs, axis) for axis in AXES},
+        tokens_per_second=speed,
+        memory=memory,
+        parameters=pairs[0][0].parameters / pairs[0][1].parameters,
+        verdict=verdict_of(arm, base, difference, speed_ups["tokens"], speed, memory),
+    )
+
+
+def reached(target: float, xs: Sequence[float], losses: Sequence[float]) -> float | None:
+    """Where a curve gets to `target` for good, between its points by straight lines; None: beyond the run."""
+    above = [i for i, loss in enumerate(losses) if loss > target]
+    if not above:
+        return xs[0]
+    last = above[-1]
+    if last == len(xs) - 1:
+        return None
+    share = (losses[last] - target) / (losses[last] - losses[last + 1])
+    return xs[last] + share * (xs[last + 1] - xs[last])
+
+
+def speed_up(pairs: Sequence[tuple[Run, Run]], axis: Axis) -> Estimate | None:
+    """How much more of the baseline's tokens (seconds, FLOPs) one of the arm's is worth, at the worse final loss.
+
+    The better run is followed to the point where it has the final loss of the other, so both ends lie inside the runs.
+    """
+    factors = []
+    for arm, base in pairs:
+        worse = max(arm.final, base.final)
+        ends = [reached(worse, run.axis(axis), run.losses) for run in (base, arm)]
+        if not (ends[0] and ends[1]):
+            return None
+        factors.append(math.log(ends[0] / ends[1]))
+    return estimate(factors).mapped(math.exp)
+
+
+def needed(pairs: Sequence[tuple[Run, Run]], axis: Axis) -> float | None:
+    """What the baseline needs for the arm's final loss, the mean over pairs; None where one never gets there."""
+    ends = [reached(arm.final, base.axis(axis), base.losses) for arm, base in pairs]
+    inside = [end for end in ends if end is not None]
+    return math.fsum(inside) / len(ends) if len(inside) == len(ends) else None
+
+
+def crossings(pairs: Sequence[tuple[Run, Run]], axis: Axis) -> list[Crossing]:
+    """Where the mean curves change places.
+
+    With several seeds a side counts only once the paired interval excludes 0, so noise around 0 is no crossing.
+    """
+    curves = [(run.axis(axis), run.losses) for pair in pairs for run in pair]
+    begin, end = max(xs[0] for xs, _ in curves), min(xs[-1] for xs, _ in curves)
+    grid = sorted({x for xs, _ in curves for x in xs if begin <= x <= end})
+    found: list[Crossing] = []
+    means: list[tuple[float, float]] = []  # since the side was last certain
+    side = 0
+    for x in grid:
+        at = [interpolate(x, xs, losses) for xs, losses in curves]
+        here = estimate([arm - base for arm, base in zip(at[::2], at[1::2], strict=True)])
+        means.append((x, here.mean))
+        if here.mean == 0 or (here.low is not None and not here.excludes(0)):
+            continue
+        now = 1 if here.mean > 0 else -1
+        if side and now != side:
+            ahead = pairs[0][0 if now < 0 else 1].arm
+            found.append(Crossing(at=zero_of(means), ahead=ahead))
+        side, means = now, means[-1:]
+    return found
+
+
+def zero_of(points: Sequence[tuple[float, float]]) -> float:
+    """The last sign change of a line through points whose first and last differ in sign."""
+    for (x0, y0), (x1, y1) in zip(points[-2::-1], points[:0:-1], strict=True):
+        if y0 * y1 <= 0 and y0 != y1:
+            return x0 + (x1 - x0) * y0 / (y0 - y1)
+    raise ValueError("no sign change between the points")
+
+
+def verdict_of(
+    arm: str, base: str, difference: Estimate, speed_up: Estimate | None, speed: Estimate, memory: Estimate
+) -> str:
+    """One sentence, which says "no difference" where that is so."""
+    size, n = f"{abs(difference.mean):.4f}", len(difference.values)
+    side = "lower" if difference.mean < 0 else "higher"
+    cost = f"it trains at {speed.mean:.2f} times {base}'s tokens/s in {memory.mean:.2f} times its memory"
+    if not any(difference.values):
+        return f"{arm}: no difference from {base}; the final losses are equal to the last bit in {seeds_of(n)}; {cost}."
+    if difference.low is None or difference.high is None:
+        return (
+            f"{arm}: one seed: no statement about significance; its final loss is {size} {side} than {base}'s; {cost}."
+        )
+    interval = f"{CONFIDENCE:.0%} interval {difference.low:+.4f} to {difference.high:+.4f}, {seeds_of(n)}"
+    if not difference.excludes(0):
+        return (
+            f"{arm}: no difference from {base} was found ({difference.mean:+.4f}, {interval}); one of "
+            f"{difference.visible:.4f} would have been seen with {POWER:.0%} probability, a smaller one less often; "
+            f"{cost}."
+        )
+    worth = "" if speed_up is None else f", and a token is worth {speed_up.mean:.2f} of {base}'s"
+    return f"{arm}: a final loss {size} {side} than {base}'s ({interval}){worth}; {cost}."
+
+
+def seeds_of(n: int) -> str:
+    return "one seed" if n == 1 else f"{n} seeds"

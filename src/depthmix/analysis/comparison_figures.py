@@ -1,0 +1,183 @@
+"""Pictures of a comparison and of a scaling study. Needs matplotlib: pip install 'depthmix[report]'."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from depthmix.analysis.comparison import Axis, Comparison, Run
+from depthmix.analysis.figures import new_figure
+from depthmix.analysis.statistics import Estimate, estimate, interpolate
+
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # told apart by everyone
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LINES = ("-", "--", ":", "-.")
+POINTS = 60  # on a mean curve
+UNITS: dict[Axis, tuple[str, float]] = {
+    "tokens": ("tokens (millions)", 1e6),
+    "seconds": ("seconds of training", 1.0),
+    "flops": ("compute (PFLOP)", 1e15),
+}
+Sweeps = Mapping[str, Mapping[float, float | None]]  # of an arm: final loss by learning rate, None where a run failed
+
+
+def draw_comparison(comparison: Comparison, sweeps: Sweeps, folder: Path) -> dict[str, Path]:
+    """Every picture that there is something for, by its name."""
+    figures = {
+        "tokens": draw_curves(comparison, "tokens"),
+        "seconds": draw_curves(comparison, "seconds"),
+        "differences": draw_differences(comparison),
+        "learning_rates": draw_sweeps(sweeps),
+    }
+    drawn = {}
+    for name, figure in figures.items():
+        if figure is not None:
+            drawn[name] = folder / f"{name}.png"
+            save(figure, drawn[name])
+    return drawn
+
+
+def save(figure: Any, target: Path) -> None:
+    """Written beside and renamed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.png")
+    figure.savefig(beside, dpi=130)
+    beside.replace(target)
+
+
+def style(k: int) -> dict[str, Any]:
+    return {"color": COLOURS[k % len(COLOURS)], "linestyle": LINES[k // len(COLOURS) % len(LINES)]}
+
+
+def draw_curves(comparison: Comparison, axis: Axis) -> Any:
+    """Validation loss of every run, thin, and of every arm's mean; below it the paired differences."""
+    arms = comparison.arms
+    if not arms:
+        return None
+    label, unit = UNITS[axis]
+    figure = new_figure()
+    figure.set_size_inches(8, 6.4)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    for k, arm in enumerate(arms):
+        runs = [*comparison.of(arm).values()]
+        for run in runs if len(runs) > 1 else []:
+            above.plot([x / unit for x in run.axis(axis)], run.losses, linewidth=0.6, alpha=0.4, **style(k))
+        grid, means = mean_curve(runs, axis)
+        marker = MARKERS[k % len(MARKERS)]
+        above.plot(
+            [x / unit for x in grid],
+            [mean.mean for mean in means],
+            linewidth=1.8,
+            label=arm,
+            marker=marker,
+            markevery=0.12,
+            markersize=4,
+            **style(k),
+        )
+    late = [loss for run in comparison.runs for loss in run.losses[len(run.losses) // 5 :]]
+    room = 0.06 * (max(late) - min(late)) or 0.01
+    above.set_ylim(min(late) - room, max(late) + room)  # the fall of the first fifth would flatten the rest
+    above.set_ylabel("validation loss (nats a token)")
+    for row in comparison.rows:
+        pairs = [(comparison.of(row.arm)[s], comparison.of(row.baseline)[s]) for s in row.seeds]
+        if pairs:
+            k = arms.index(row.arm)
+            grid, means = mean_difference(pairs, axis)
+            xs = [x / unit for x in grid]
+            below.plot(xs, [mean.mean for mean in means], linewidth=1.5, **style(k))
+            if len(pairs) > 1:
+                low, high = ([getattr(mean, end) for mean in means] for end in ("low", "high"))
+                below.fill_between(xs, low, high, color=style(k)["color"], alpha=0.15, linewidth=0)
+    tail = [m for row in comparison.rows for m in late_differences(comparison, row.arm, row.baseline, row.seeds, axis)]
+    if tail:
+        reach = 1.3 * max(map(abs, tail)) or 0.01
+        below.set_ylim(-reach, reach)
+    below.axhline(0, color="0.5", linewidth=1)
+    several = any(len(row.seeds) > 1 for row in comparison.rows)
+    below.set_ylabel("minus its baseline" + ("\n(band: 95 % interval)" if several else ""))
+    below.set_xlabel(label)
+    for part in (above, below):
+        part.grid(color="0.92")
+        part.set_axisbelow(True)
+    figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return figure
+
+
+def grid_of(runs: Sequence[Run], axis: Axis) -> list[float]:
+    """Points that every run covers."""
+    begin, end = max(run.axis(axis)[0] for run in runs), min(run.axis(axis)[-1] for run in runs)
+    return [begin + (end - begin) * i / (POINTS - 1) for i in range(POINTS)] if begin < end else [end]
+
+
+def mean_curve(runs: Sequence[Run], axis: Axis) -> tuple[list[float], list[Estimate]]:
+    grid = grid_of(runs, axis)
+    curves = [(run.axis(axis), run.losses) for run in runs]
+    return grid, [estimate([interpolate(x, xs, losses) for xs, losses in curves]) for x in grid]
+
+
+def mean_difference(pairs: Sequence[tuple[Run, Run]], axis: Axis) -> tuple[list[float], list[Estimate]]:
+    grid = grid_of([run for pair in pairs for run in pair], axis)
+    curves = [[(run.axis(axis), run.losses) for run in pair] for pair in pairs]
+    return grid, [estimate([interpolate(x, *arm) - interpolate(x, *base) for arm, base in curves]) for x in grid]
+
+
+def late_differences(comparison: Comparison, arm: str, base: str, seeds: Sequence[int], axis: Axis) -> list[float]:
+    """Means of the last two thirds: what the scale of the picture must hold."""
+    pairs = [(comparison.of(arm)[s], comparison.of(base)[s]) for s in seeds]
+    means = mean_difference(pairs, axis)[1] if pairs else []
+    return [mean.mean for mean in means[len(means) // 3 :]]
+
+
+def draw_differences(comparison: Comparison) -> Any:
+    """Final losses against the baseline's: every pair, their mean and its interval."""
+    rows = [row for row in comparison.rows if row.difference is not None]
+    if not rows:
+        return None
+    figure = new_figure()
+    figure.set_size_inches(8, 1.5 + 0.45 * len(rows))
+    axis = figure.subplots()
+    for y, row in enumerate(rows):
+        d = row.difference
+        assert d is not None
+        axis.plot(d.values, [y + 0.18] * len(d.values), "|", color="0.45", markersize=8)
+        error = None if d.low is None or d.high is None else [[d.mean - d.low], [d.high - d.mean]]
+        colour = COLOURS[1] if d.excludes(0) else "0.35"
+        axis.errorbar([d.mean], [y], xerr=error, fmt="o", color=colour, capsize=4, markersize=6)
+    axis.axvline(0, color="0.5", linewidth=1)
+    axis.set_yticks(range(len(rows)), [f"{row.arm}\n− {row.baseline}" for row in rows], fontsize=8)
+    axis.set_ylim(len(rows) - 0.4, -0.6)
+    several = any(row.difference is not None and row.difference.low is not None for row in rows)
+    note = "dots with bars: mean and 95 % interval" if several else "dots: one seed, no interval"
+    axis.set_xlabel(f"difference of the final validation loss (left is better; {note}; ticks: seeds)", fontsize=9)
+    axis.grid(axis="x", color="0.92")
+    axis.set_axisbelow(True)
+    return figure
+
+
+def draw_sweeps(sweeps: Sweeps) -> Any:
+    """Final loss of the short runs against their learning rate, the best one filled."""
+    told = {arm: {lr: loss for lr, loss in sorted(s.items()) if loss is not None} for arm, s in sweeps.items()}
+    told = {arm: losses for arm, losses in told.items() if losses}
+    if not told:
+        return None
+    figure = new_figure()
+    figure.set_size_inches(8, 4.2)
+    axis = figure.subplots()
+    for k, (arm, losses) in enumerate(told.items()):
+        marker = MARKERS[k % len(MARKERS)]
+        lrs, values = [*losses], [*losses.values()]
+        axis.plot(lrs, values, marker=marker, markerfacecolor="white", label=arm, **style(k))
+        best = min(losses, key=lambda lr: losses[lr])
+        axis.plot([best], [losses[best]], marker=marker, color=style(k)["color"])
+    ticks = sorted({lr for losses in told.values() for lr in losses})
+    axis.set_xscale("log")
+    axis.set_xticks(ticks, [f"{lr:g}" for lr in ticks])
+    axis.minorticks_off()
+    axis.set_xlabel("learning rate of short runs (filled: taken for the long ones)")
+    axis.set_ylabel("final validation loss")
+    axis.grid(color="0.92")
+    axis.set_axisbelow(True)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return figure

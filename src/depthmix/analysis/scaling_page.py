@@ -1,0 +1,190 @@
+"""The page and the picture of a scaling study."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from depthmix.analysis.comparison import Run
+from depthmix.analysis.comparison_figures import COLOURS, MARKERS, Sweeps, save
+from depthmix.analysis.comparison_page import About, best_of, edge_notes, how, picture, sweep_table, table
+from depthmix.analysis.figures import new_figure
+from depthmix.analysis.scaling import Factor, Fit, factor_between, fit, verdict_of
+
+LAW_HEADINGS = ("arm", "sizes", "a", "95 % interval", "b", "95 % interval", "irreducible", "95 % interval")
+FACTOR_HEADINGS = ("arm", "compute (FLOPs)", "compute-equivalent factor", "95 % interval")
+SIZE_HEADINGS = ("arm", "size", "parameters", "tokens", "compute (FLOPs)", "lr", "seeds", "final loss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One size of an arm: the mean over its seeds."""
+
+    arm: str
+    size: str
+    runs: tuple[Run, ...]
+
+    @property
+    def compute(self) -> float:
+        return self.runs[0].flops
+
+    @property
+    def loss(self) -> float:
+        return math.fsum(run.final for run in self.runs) / len(self.runs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    points: list[Point]
+    fits: dict[str, Fit]  # by arm, the baseline first
+    factors: dict[str, list[Factor]]  # by arm, over the baseline's sizes
+    verdicts: list[str]
+    notes: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def scale(points: Sequence[Point], *, irreducible: bool = False) -> Scaling:
+    """A law for each arm, and what each arm is worth in the first one's compute.
+
+    An arm is fitted over the sizes that the baseline has too, so that both laws rest on the same ones.
+    """
+    arms = list(dict.fromkeys(point.arm for point in points))
+    by_size = {arm: {p.size: p for p in points if p.arm == arm} for arm in arms}
+    fits: dict[str, Fit] = {}
+    notes = []
+    for arm in arms:
+        shared = [size for size in by_size[arms[0]] if size in by_size[arm]]
+        chosen = [by_size[arm][size] for size in shared]
+        try:
+            fits[arm] = fit([p.compute for p in chosen], [p.loss for p in chosen], irreducible=irreducible)
+        except ValueError as error:
+            notes.append(f"{arm}: no law ({error})")
+            continue
+        if fits[arm].law.b <= 0:
+            notes.append(
+                f"{arm}: its loss does not fall with compute (b = {fits[arm].law.b:.4f}); the law says nothing"
+            )
+    factors: dict[str, list[Factor]] = {}
+    if arms and (base := fits.get(arms[0])) is not None:
+        factors = {arm: [factor_between(f, base, c) for c in base.compute] for arm, f in fits.items() if arm != arms[0]}
+    verdicts = [verdict_of(arm, arms[0], found[-1]) for arm, found in factors.items()]
+    return Scaling(points=list(points), fits=fits, factors=factors, verdicts=verdicts, notes=notes)
+
+
+def render(scaling: Scaling, sweeps: Sweeps, about: About, figures: Mapping[str, Path], beside: Path) -> str:
+    lines = ["# Scaling", "", f"    {about.command}", "", *(f"- {verdict}" for verdict in scaling.verdicts)]
+    lines += [f"- {note}" for note in scaling.notes]
+    lines += ["", "## Laws", "", *table(LAW_HEADINGS, law_cells(scaling)), "", LAW_NOTE]
+    lines += picture(figures, "scaling", beside)
+    if scaling.factors:
+        lines += [
+            "",
+            "## Compute-equivalent factor",
+            "",
+            *table(FACTOR_HEADINGS, factor_cells(scaling)),
+            "",
+            FACTOR_NOTE,
+        ]
+    lines += ["", "## Sizes", "", *table(SIZE_HEADINGS, size_cells(scaling))]
+    if any(best_of(losses) is not None for losses in sweeps.values()):
+        lines += ["", "## Learning rates", "", *sweep_table(sweeps), *edge_notes(sweeps)]
+    return "\n".join([*lines, *how(about)]) + "\n"
+
+
+LAW_NOTE = (
+    "L(C) = irreducible + a (C / unit)^(−b), C in FLOPs, by least squares in ln L over the means of the seeds. The "
+    "unit is the geometric mean of each arm's compute. Intervals are Student's, with as many degrees of freedom as "
+    "there are sizes beyond the parameters of the law; they tell the scatter around the law, not whether it holds "
+    "beyond these sizes. FLOPs are counted, so what a mechanism costs in time is not in them."
+)
+FACTOR_NOTE = (
+    "The compute that the baseline's law needs for the loss that the arm's law has at this compute, over this compute."
+)
+
+
+def law_cells(scaling: Scaling) -> list[Sequence[str]]:
+    return [
+        (
+            arm,
+            str(len(f.losses)),
+            f"{f.law.a:.4f}",
+            span(f.intervals.get("a")),
+            f"{f.law.b:.4f}",
+            span(f.intervals.get("b")),
+            f"{f.law.irreducible:.4f}" if f.law.irreducible else "",
+            span(f.intervals.get("irreducible")),
+        )
+        for arm, f in scaling.fits.items()
+    ]
+
+
+def span(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else f"{ends[0]:.4f} to {ends[1]:.4f}"
+
+
+def factor_cells(scaling: Scaling) -> list[Sequence[str]]:
+    return [
+        (
+            arm,
+            f"{found.compute:.3g}",
+            "never reached" if found.factor is None else f"{found.factor:.3f}",
+            found.span,
+        )
+        for arm, factors in scaling.factors.items()
+        for found in factors
+    ]
+
+
+def size_cells(scaling: Scaling) -> list[Sequence[str]]:
+    return [
+        (
+            p.arm,
+            p.size,
+            f"{p.runs[0].parameters:,}",
+            f"{p.runs[0].tokens[-1]:,.0f}",
+            f"{p.compute:.3g}",
+            f"{p.runs[0].lr:g}",
+            str(len(p.runs)),
+            f"{p.loss:.4f}",
+        )
+        for p in scaling.points
+    ]
+
+
+def draw_scaling(scaling: Scaling, folder: Path) -> dict[str, Path]:
+    """Loss against compute, points and laws, both axes in logarithms."""
+    if not scaling.points:
+        return {}
+    figure = new_figure()
+    figure.set_size_inches(8, 4.8)
+    axis = figure.subplots()
+    arms = list(dict.fromkeys(p.arm for p in scaling.points))
+    for k, arm in enumerate(arms):
+        colour, marker = COLOURS[k % len(COLOURS)], MARKERS[k % len(MARKERS)]
+        mine = [p for p in scaling.points if p.arm == arm]
+        runs = [run for p in mine for run in p.runs]
+        if len(runs) > len(mine):
+            axis.plot([r.flops for r in runs], [r.final for r in runs], marker, color=colour, alpha=0.35, markersize=3)
+        label = arm
+        if (f := scaling.fits.get(arm)) is not None:
+            low, high = min(f.compute), max(f.compute)
+            xs = [low * (high / low) ** (i / 50) for i in range(51)]
+            axis.plot(xs, [f.law.loss(x) for x in xs], color=colour, linewidth=1.2, linestyle="-" if k == 0 else "--")
+            label = f"{arm}: b = {f.law.b:.3f}"
+        axis.plot([p.compute for p in mine], [p.loss for p in mine], marker, color=colour, markersize=6, label=label)
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter("{x:.2f}")
+    axis.yaxis.set_minor_formatter("{x:.2f}")
+    axis.set_xlabel("compute of a run (FLOPs)")
+    axis.set_ylabel("final validation loss")
+    axis.grid(color="0.92", which="both")
+    axis.set_axisbelow(True)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    save(figure, folder / "scaling.png")
+    return {"scaling": folder / "scaling.png"}

@@ -1,0 +1,82 @@
+"""`depthmix eval`: the loss of a run's model, on its own validation data or on any text."""
+
+from __future__ import annotations
+
+import json as json_format
+import math
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+
+from depthmix.models import Decoder
+from depthmix.training import Corpus, Score, load_run, read_config, score
+from depthmix.training.build import export as export_model
+from depthmix.training.tokenize import FILE, Bytes, Encoder, FromFile
+
+
+def run(
+    folder: Annotated[Path, tyro.conf.Positional],
+    file: Path | None = None,
+    tokens_per_row: int | None = None,
+    rows: int | None = None,
+    device: str = "cpu",
+    export: Path | None = None,
+    json: bool = False,
+) -> int:
+    """Loss and bits per byte of a run's model: the finished one, else that of its newest checkpoint.
+
+    Args:
+        folder: of a run of `depthmix train`.
+        file: a text to judge by; by default all of the run's validation data.
+        tokens_per_row: longest context; as in training by default.
+        rows: at a time.
+        device: such as cpu or cuda.
+        export: also write the model into this directory, as safetensors.
+        json: print one object.
+    """
+    data = read_config(folder).data
+    model = load_run(folder, device)
+    row = data.tokens_per_row if tokens_per_row is None else tokens_per_row
+    rows = data.rows if rows is None else rows
+    if file is None:
+        corpus = Corpus.load(data.path)
+        tokens = torch.as_tensor(corpus.validation[:].astype("int64"))
+        found = score(model, tokens, corpus.bytes_per_token * len(tokens), row, rows)
+    else:
+        found = score_file(model, file, Bytes() if data.tokenizer == "bytes" else encoder(folder, data.path), row, rows)
+    if export is not None:
+        export_model(model, export, tokenizer_file(folder, data.path))
+    if json:
+        print(json_format.dumps({"run": str(folder), "on": str(file or "validation"), **found._asdict()}, indent=2))
+    else:
+        what = "validation data" if file is None else str(file)
+        print(
+            f"{what}: loss {found.loss:.4f}, perplexity {math.exp(min(found.loss, 700)):.4g}, "
+            f"{found.bits_per_byte:.4f} bits per byte over {found.tokens:,} tokens"
+        )
+    return 0
+
+
+def score_file(model: Decoder, file: Path, encoder: Encoder, row: int, rows: int) -> Score:
+    if not file.is_file():
+        raise FileNotFoundError(f"no file {file}; expected a text")
+    content = file.read_bytes()
+    ids = torch.as_tensor(encoder.encode([content])[0].astype("int64"))
+    if len(ids) < 2:
+        raise ValueError(f"{file} has {len(ids)} tokens; expected at least 2: the first is not predicted")
+    return score(model, ids, len(content), row, rows)
+
+
+def encoder(folder: Path, data: Path) -> Encoder:
+    """As in training: nothing is put around a text, nothing is cut off."""
+    file = tokenizer_file(folder, data)
+    if not file.is_file():
+        raise FileNotFoundError(f"no {file}; expected the tokenizer that {folder} was trained with")
+    return FromFile(file)
+
+
+def tokenizer_file(folder: Path, data: Path) -> Path:
+    final = folder / "final" / FILE
+    return final if final.is_file() else data / FILE

@@ -1,0 +1,49 @@
+"""Training a decoder: data, optimisers and schedules, the loop, checkpoints.
+
+config = TrainConfig.from_dial(12, "block_attnres", folder="runs/block", tokens=5e6)
+result = train(override(config, "optimizer.lr", 1e-3), trace=depthmix.trace)
+model = load_run("runs/block")
+"""
+
+from depthmix.training.build import initial_model, load_run, open_corpus, read_config
+from depthmix.training.checkpoint import CheckpointError
+from depthmix.training.config import (
+    DataConfig,
+    OptimizerConfig,
+    RunConfig,
+    ScheduleConfig,
+    TrainConfig,
+    override,
+)
+from depthmix.training.data import Batches, Corpus, prepare, validation_batches
+from depthmix.training.evaluate import Score, score
+from depthmix.training.flops import flops_per_token
+from depthmix.training.folder import Result
+from depthmix.training.loop import BadLoss, Interrupted, train
+from depthmix.training.metrics import read_metrics
+
+__all__ = [
+    "BadLoss",
+    "Batches",
+    "CheckpointError",
+    "Corpus",
+    "DataConfig",
+    "Interrupted",
+    "OptimizerConfig",
+    "Result",
+    "RunConfig",
+    "ScheduleConfig",
+    "Score",
+    "TrainConfig",
+    "flops_per_token",
+    "initial_model",
+    "load_run",
+    "open_corpus",
+    "override",
+    "prepare",
+    "read_config",
+    "read_metrics",
+    "score",
+    "train",
+    "validation_batches",
+]

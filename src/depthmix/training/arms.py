@@ -1,0 +1,186 @@
+"""The arms of a study: mechanisms × sizes × a grid over options, each as a whole configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from depthmix.mechanisms import kv_mechanism, mechanism
+from depthmix.models import count_parameters
+from depthmix.training.config import TrainConfig, override
+from depthmix.training.flops import flops_per_token
+
+VALIDATIONS, DEPTHS, CHECKPOINTS = 25, 10, 10  # of a run, where nothing else is asked for
+Budget = Callable[[TrainConfig], float]  # tokens for a size, told by its baseline's configuration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    depth: int  # sublayers
+    dim: int | None = None  # None: as the dial derives it
+
+    @classmethod
+    def of(cls, text: str) -> Size:
+        """From "24x128", or "24" for the dial alone."""
+        found = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip())
+        if found is None:
+            raise ValueError(f"size {text!r}; expected DEPTHxDIM such as 24x128, or DEPTH alone")
+        return cls(depth=int(found[1]), dim=None if found[2] is None else int(found[2]))
+
+    def __str__(self) -> str:
+        return str(self.depth) if self.dim is None else f"{self.depth}x{self.dim}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    label: str
+    baseline: str | None  # the arm that it is compared with
+    mixer: str  # what it is apart from its size
+    size: Size
+    config: TrainConfig  # of its seed 0; the folder is not decided here
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """What a study varies, and what it fixes."""
+
+    mixers: Sequence[str]  # the first is the baseline; a name that comes again is a control, "residual again"
+    sizes: Sequence[Size]
+    sweeps: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)  # values by dotted key
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for all arms
+    data: str = "stdlib"
+    tokenizer: str = "bytes"
+
+
+def make_arms(grid: Grid, budget: Budget | None = None, *, across_sizes: bool = True) -> list[Arm]:
+    """Every arm of a grid. A key that only some mechanisms have (mixer.block_sublayers) varies these alone.
+
+    Args:
+        grid: see there.
+        budget: tokens of a size; None: the dial's 20 for each parameter.
+        across_sizes: compare the baseline of each further size with the first one's.
+    """
+    check_keys(grid)
+    arms: list[Arm] = []
+    for size in grid.sizes:
+        first: Arm | None = None
+        tokens = 0.0
+        for name, config in variants(grid, size):
+            if first is None:
+                tokens = asked_tokens(grid, config) if budget is None else budget(config)
+            told = f"{name} {size}" if len(grid.sizes) > 1 else name
+            label, again = told, 1
+            while label in {arm.label for arm in arms}:
+                again += 1
+                label = f"{told} again" if again == 2 else f"{told} again {again - 1}"
+            above = first or (arms[0] if arms and across_sizes else None)
+            whole = with_tokens(config, tokens, grid.settings)
+            arm = Arm(
+                label=label,
+                baseline=above.label if above else None,
+                mixer=label.replace(f" {size}", "", 1),
+                size=size,
+                config=whole,
+            )
+            first = first or arm
+            arms.append(arm)
+    return arms
+
+
+def equal_compute(tokens: float | None) -> Budget:
+    """`tokens` for the first size (None: 20 a parameter), and for the others so many that the FLOPs are the same."""
+    spent: list[float] = []
+
+    def budget(config: TrainConfig) -> float:
+        each = flops_per_token(config.model, config.data.tokens_per_row)
+        if not spent:
+            spent.append(each * (tokens or dial_tokens(config)))
+        return spent[0] / each
+
+    return budget
+
+
+def per_parameter(tokens: float) -> Budget:
+    """So many tokens for each parameter that a token uses, without embeddings."""
+    return lambda config: tokens * count_parameters(config.model).active_without_embeddings
+
+
+def dial_tokens(config: TrainConfig) -> float:
+    return per_parameter(20)(config)
+
+
+def asked_tokens(grid: Grid, config: TrainConfig) -> float:
+    return config.run.steps * config.tokens_per_step if "run.steps" in grid.settings else dial_tokens(config)
+
+
+def variants(grid: Grid, size: Size) -> Iterator[tuple[str, TrainConfig]]:
+    """Name and configuration of every mechanism with every choice of the options that it has."""
+    for mixer in grid.mixers:
+        model: dict[str, Any] = {} if size.dim is None else {"dim": size.dim}
+        config = TrainConfig.from_dial(size.depth, mixer, tokenizer=grid.tokenizer, **model)
+        config = override(config, "data.source", grid.data)
+        for key, value in grid.settings.items():
+            config = override(config, key, value) if applies(config, key) else config
+        keys = [key for key in grid.sweeps if applies(config, key)]
+        for values in itertools.product(*(grid.sweeps[key] for key in keys)):
+            varied = config
+            for key, value in zip(keys, values, strict=True):
+                varied = override(varied, key, value)
+            words = [f"{key.rsplit('.', 1)[-1]}={value}" for key, value in zip(keys, values, strict=True)]
+            yield " ".join([mixer, *words]), varied
+
+
+def applies(config: TrainConfig, key: str) -> bool:
+    """Whether an option of a mechanism belongs to the one that is here; every other key applies to all."""
+    path = key.removeprefix("model.").split(".")
+    if path[0] not in ("mixer", "kv_mixer") or len(path) == 1:
+        return True
+    choice = config.model.mixer if path[0] == "mixer" else config.model.kv_mixer
+    if choice is None:
+        return False
+    cls = mechanism(choice.name) if path[0] == "mixer" else kv_mechanism(choice.name)
+    return path[1] in {field.name for field in dataclasses.fields(cls.Config)}
+
+
+def check_keys(grid: Grid) -> None:
+    if not grid.mixers or not grid.sizes:
+        raise ValueError("a study needs at least one mechanism and one size")
+    bases = [TrainConfig.from_dial(2, mixer, tokenizer=grid.tokenizer) for mixer in grid.mixers]
+    for key in (*grid.sweeps, *grid.settings):
+        if not any(applies(config, key) for config in bases):
+            raise ValueError(f"{key}: none of {', '.join(grid.mixers)} has this option")
+        if key in ("run.seed", "run.folder"):
+            raise ValueError(f"{key} is the study's own; choose --seeds and --folder")
+        if key in grid.sweeps and key in grid.settings:
+            raise ValueError(f"{key} is both varied and set; expected one of them")
+
+
+def with_tokens(config: TrainConfig, tokens: float, settings: Mapping[str, str]) -> TrainConfig:
+    """So many steps that they hold `tokens`, and as many looks as a curve needs, unless told otherwise."""
+    steps = max(1, round(tokens / config.tokens_per_step))
+    looks = {"validate_every": VALIDATIONS, "depth_every": DEPTHS, "checkpoint_every": CHECKPOINTS}
+    every = {name: max(1, steps // count) for name, count in looks.items() if f"run.{name}" not in settings}
+    kept = {"keep": 1, "snapshot_every": 0}
+    every |= {name: value for name, value in kept.items() if f"run.{name}" not in settings}
+    return changed(config, steps=steps, **every)
+
+
+def changed(config: TrainConfig, lr: float | None = None, **run: Any) -> TrainConfig:
+    """A copy with another learning rate or other fields of `run`."""
+    optimizer = config.optimizer if lr is None else dataclasses.replace(config.optimizer, lr=lr)
+    return dataclasses.replace(config, optimizer=optimizer, run=dataclasses.replace(config.run, **run))
+
+
+def parse_sweep(text: str) -> tuple[str, list[str]]:
+    """Of "mixer.block_sublayers=1,2,4,8"."""
+    key, _, values = text.partition("=")
+    found = [value.strip() for value in values.split(",")]
+    if not key or not all(found):
+        raise ValueError(f"{text!r}; expected KEY=VALUE,VALUE such as mixer.block_sublayers=1,2,4,8")
+    if len(set(found)) < len(found):
+        raise ValueError(f"{text!r} names a value twice")
+    return key, found

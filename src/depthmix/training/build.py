@@ -1,0 +1,95 @@
+"""Models at the start of a run, and out of a run's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from depthmix.models import Decoder, load_model, save_model
+from depthmix.models.init import NORMAL, TABLE
+from depthmix.training import checkpoint, ranks
+from depthmix.training.config import DataConfig, TrainConfig
+from depthmix.training.data import Corpus, prepare
+from depthmix.training.precision import check_device
+
+
+def seed_of(*words: object) -> int:
+    """A seed from a few words, the same everywhere."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, words)).encode()).digest()[:7], "big")
+
+
+def open_corpus(data: DataConfig) -> Corpus:
+    """The tokens that a configuration asks for, prepared where they are not there yet."""
+    return prepare(
+        data.source, tokenizer=data.tokenizer, folder=data.path, validation=data.validation, field=data.field
+    )
+
+
+@torch.no_grad()
+def initial_model(config: TrainConfig) -> Decoder:
+    """Every parameter is drawn by (seed, its own name): arms of a comparison share what they have in common."""
+    model, seed = Decoder(config.model), config.run.seed
+    for name, mixer in (
+        *model.depth.mixers.named_children(),
+        ("out", model.depth.out),
+        *model.kv_mixers.named_children(),
+    ):
+        torch.manual_seed(seed_of(seed, "mixer", name, type(mixer).__name__))
+        mixer.reset_parameters()  # type: ignore[operator, union-attr]
+    for name, parameter in model.named_parameters():
+        start = next((start for pattern, start in TABLE if re.fullmatch(pattern, name)), None)
+        if start == NORMAL:
+            parameter.normal_(std=config.model.init_std, generator=torch.Generator().manual_seed(seed_of(seed, name)))
+    return model.train()
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """A full disk is an OSError whoever writes; safetensors has its own word for it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def export(model: Decoder, directory: Path, tokenizer: Path | None = None) -> None:
+    """safetensors, configuration and tokenizer, as `depthmix generate` reads them; of a sharded model too."""
+    tensors = {name: ranks.whole(tensor) for name, tensor in model.state_dict().items()}
+    if ranks.rank() == 0:
+        with torch.device("meta"):
+            plain = Decoder(model.config)
+        plain.load_state_dict(tensors, assign=True)
+        with disk_errors():
+            save_model(plain, directory)
+        if tokenizer is not None and tokenizer.is_file():
+            shutil.copyfile(tokenizer, directory / "tokenizer.json")
+
+
+def load_run(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> Decoder:
+    """The model of a run: the finished one, else that of its newest checkpoint."""
+    folder = Path(folder)
+    if (folder / "final").is_dir() and (folder / "result.json").is_file():
+        return load_model(folder / "final", device=device)
+    config = read_config(folder)
+    found = checkpoint.latest(folder / "checkpoints")
+    if found is None:
+        raise FileNotFoundError(f"{folder} has neither a final model nor a checkpoint; expected a run that has begun")
+    model = Decoder(config.model)
+    model.load_state_dict(found[1]["model"])
+    return model.to(check_device(str(device))).eval()
+
+
+def read_config(folder: str | os.PathLike[str]) -> TrainConfig:
+    path = Path(folder) / "config.toml"
+    if not path.is_file():
+        raise FileNotFoundError(f"no {path}; expected the folder of a run of `depthmix train`")
+    return TrainConfig.from_toml(path.read_text(encoding="utf-8"), str(path))

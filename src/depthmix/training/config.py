@@ -1,0 +1,343 @@
+"""Everything that decides a run, as plain data: frozen dataclasses, TOML, dotted keys, one dial."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from depthmix.mechanisms import list_mechanisms
+from depthmix.mechanisms.base import check_positive, check_range
+from depthmix.models import DecoderConfig, count_parameters
+from depthmix.models.config import check_fields
+from depthmix.training.tokenize import Bytes, count_ids, full_name
+
+# What may change from one start to the next: none of it touches the weights or the measured losses of a run that goes
+# well, and what became of a bad loss is in its metrics.
+FREE = (
+    *("data.folder", "run.folder", "run.keep", "run.checkpoint_every", "run.asynchronous", "run.tracker"),
+    *("run.on_bad_loss", "run.bad_loss_factor"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    source: str = "stdlib"  # or a folder, a text, JSONL or Parquet file, or hf:NAME
+    tokenizer: str = "bytes"  # or bpe:4096, or a tokenizer.json
+    folder: str | None = None  # of the tokens; None: under data/, by what decides them
+    validation: float = 0.05  # share that is held out
+    field: str = "text"  # of a row of JSONL, Parquet or a dataset: where its text is
+    tokens_per_row: int = 256
+    rows: int = 16  # of a micro-batch, over all ranks
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_range("data.tokens_per_row", self.tokens_per_row, 2)
+        check_range("data.rows", self.rows, 1)
+        if not 0 < self.validation < 1:
+            raise ValueError(f"data.validation={self.validation}; expected a share between 0 and 1")
+
+    @property
+    def path(self) -> Path:
+        if self.folder is not None:
+            return Path(self.folder)
+        words = [re.sub(r"[^A-Za-z0-9]+", "-", word).strip("-") for word in (self.source, self.tokenizer)]
+        marks = [self.source, self.tokenizer]
+        asked = {name: getattr(self, name) for name in ("validation", "field")}
+        marks += [f"{name}={value}" for name, value in asked.items() if value != getattr(DataConfig, name)]
+        if marks[2:] or "/" in self.source + self.tokenizer:  # paths that differ in a sign must not share a folder
+            words.append(hashlib.sha256("\n".join(marks).encode()).hexdigest()[:8])
+        return Path("data") / "_".join(words)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Muon takes the matrices of the sublayers, scaled so that AdamW's rate and decay serve for both."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: float = 3e-3
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    momentum: float = 0.95  # of Muon
+    weight_decay: float = 0.1  # of matrices
+    clip: float = 1.0  # largest norm of the whole gradient; 0: none
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        object.__setattr__(self, "betas", tuple(self.betas))
+        check_range("optimizer.lr", self.lr, 0)
+        check_positive("optimizer.eps", self.eps)
+        for name in ("weight_decay", "clip"):
+            check_range(f"optimizer.{name}", getattr(self, name), 0)
+        for value in (*self.betas, self.momentum):
+            if not 0 <= value < 1:
+                raise ValueError(f"optimizer.betas={self.betas}, momentum={self.momentum}; expected numbers in [0, 1)")
+        if len(self.betas) != 2:
+            raise ValueError(f"optimizer.betas={self.betas}; expected two numbers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Shares of all steps, so that a shorter run has the same shape."""
+
+    kind: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, decay
+    warmup: float = 0.02
+    decay: float = 0.2  # of wsd: the last share, in which the rate falls in a line
+    final: float = 0.1  # the last rate over the highest
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("warmup", "decay", "final"):
+            check_range(f"schedule.{name}", getattr(self, name), 0, 1)
+        if self.kind == "wsd" and self.warmup + self.decay > 1:
+            raise ValueError(f"schedule.warmup={self.warmup} and decay={self.decay}; expected at most 1 together")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    folder: str = "runs/run"
+    steps: int = 1000
+    accumulate: int = 1  # micro-batches of a step
+    seed: int = 0
+    device: str = "cpu"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    compile: bool = False
+    validate_every: int = 100
+    validate_batches: int = 16
+    checkpoint_every: int = 100
+    keep: int = 3
+    asynchronous: bool = False
+    snapshot_every: int = 500  # M, averaged over a fixed batch
+    depth_every: int = 100  # norms over depth, on the same batch
+    on_bad_loss: Literal["stop", "skip"] = "stop"
+    bad_loss_factor: float = 3.0  # a loss above so many times the running median is bad
+    tracker: Literal["none", "tensorboard", "trackio"] = "none"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for name in ("steps", "accumulate", "validate_batches", "keep"):
+            check_range(f"run.{name}", getattr(self, name), 1)
+        for name in ("validate_every", "checkpoint_every", "snapshot_every", "depth_every"):  # 0: at the end only
+            check_range(f"run.{name}", getattr(self, name), 0)
+        check_range("run.bad_loss_factor", self.bad_loss_factor, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    model: DecoderConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.run.accumulate * self.data.rows * self.data.tokens_per_row
+
+    @classmethod
+    def from_dial(
+        cls,
+        depth: int = 12,
+        mixer: str | Mapping[str, Any] = "residual",
+        *,
+        tokenizer: str = "bytes",
+        folder: str | None = None,
+        tokens: float | None = None,
+        **model: Any,
+    ) -> TrainConfig:
+        """All from one number: `depth` sublayers of width 32·depth, 20 tokens a parameter, a rate by the width.
+
+        Args:
+            depth: sublayers; attention and MLP count separately.
+            mixer: a mechanism's name; a KV site's name alone goes with the residual, "attnres+value_residual" has both.
+            tokenizer: bytes, bpe:SIZE or a tokenizer.json; decides the vocabulary, unless `vocab_size` is given.
+            folder: of the run.
+            tokens: to train on.
+            model: other fields of DecoderConfig.
+        """
+        if "vocab_size" not in model:
+            model["vocab_size"] = vocabulary(tokenizer)
+        chosen = {**mechanisms(mixer), **model}
+        decoder = DecoderConfig.from_depth(depth, **chosen)
+        name = "+".join(c.name for c in (decoder.mixer, decoder.kv_mixer) if c is not None)
+        wide = decoder.dim >= 512
+        data = DataConfig(tokenizer=tokenizer, tokens_per_row=512 if wide else 256, rows=32 if wide else 16)
+        budget = dial_tokens(decoder) if tokens is None else tokens
+        steps = max(1, round(budget / (data.rows * data.tokens_per_row)))
+        run = RunConfig(folder=folder or f"runs/{name}-{depth}", steps=steps)
+        rate = float(f"{3e-3 * math.sqrt(256 / decoder.dim):.2g}")
+        return cls(model=decoder, data=data, optimizer=OptimizerConfig(lr=min(rate, 5e-3)), run=run)
+
+    def to_dict(self) -> dict[str, Any]:
+        parts = {f.name: dataclasses.asdict(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        return {**parts, "model": self.model.to_dict()}
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> TrainConfig:
+        hints = get_type_hints(cls)
+        if extra := sorted(set(found) - set(hints)):
+            raise ValueError(f"unknown parts {', '.join(extra)}; expected some of {', '.join(hints)}")
+        if "model" not in found:
+            raise ValueError("the part [model] is missing; expected a configuration that `depthmix train` wrote")
+        for name, part in found.items():
+            if not isinstance(part, Mapping):
+                raise ValueError(f"{name}={part!r}; expected its fields, such as {name}.{fields(hints[name])[0]}")
+        parts: dict[str, Any] = {"model": DecoderConfig.from_dict(found["model"])}
+        for name in set(found) - {"model"}:
+            known = fields(hints[name])
+            if extra := sorted(set(found[name]) - set(known)):
+                raise ValueError(f"unknown fields {', '.join(extra)} of {name}; expected some of {', '.join(known)}")
+            parts[name] = hints[name](**found[name])
+        return cls(**parts)
+
+    def to_toml(self) -> str:
+        return "\n".join(toml_lines(self.to_dict(), ())).strip() + "\n"
+
+    @classmethod
+    def from_toml(cls, text: str, where: str = "the configuration") -> TrainConfig:
+        try:
+            toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError("TOML needs Python 3.11, or the package tomli: pip install tomli") from None
+        try:
+            return cls.from_dict(toml.loads(text))
+        except toml.TOMLDecodeError as error:
+            raise ValueError(f"{where} is damaged: no TOML ({error})") from error
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{where} is no configuration of this version: {error}") from error
+
+    @property
+    def digest(self) -> str:
+        """Of all that decides weights and losses."""
+        plain = {key: as_float(value) for key, value in leaves(self.to_dict()) if key not in FREE}
+        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def as_float(value: Any) -> Any:
+    """1 and 1.0 are one value, however they were written."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def fields(part: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(part)]
+
+
+def dial_tokens(model: DecoderConfig) -> int:
+    """20 for each parameter that a token uses, without embeddings."""
+    return 20 * count_parameters(model).active_without_embeddings
+
+
+def vocabulary(tokenizer: str) -> int:
+    name = full_name(tokenizer)
+    if name == "bytes":
+        return Bytes.size
+    return int(name.removeprefix("bpe:")) if name.startswith("bpe:") else count_ids(Path(tokenizer).expanduser())
+
+
+def mechanisms(mixer: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The children of a decoder that "block_attnres", "depth_attention" or "attnres+value_residual" names."""
+    if not isinstance(mixer, str):
+        return {"mixer": mixer}
+    found: dict[str, Any] = {}
+    for name in mixer.split("+"):
+        child = "kv_mixer" if name in list_mechanisms(kind="kv") else "mixer"
+        if child in found:
+            raise ValueError(
+                f"mixer={mixer!r}; expected at most one mechanism of each kind, such as attnres+value_residual"
+            )
+        found[child] = name
+    return found
+
+
+def override(config: TrainConfig, key: str, value: Any) -> TrainConfig:
+    """A copy with one field set by its dotted key: "optimizer.lr", "model.mixer", "mixer.block_sublayers".
+
+    A text is read as a number, true or false, none, or a list where it is one. Setting `model.mixer` to a name drops
+    the options of the one before.
+    """
+    path = ["model", *key.split(".")] if key.split(".")[0] in ("mixer", "kv_mixer") else key.split(".")
+    found = config.to_dict()
+    place: Any = found
+    for i, name in enumerate(path[:-1]):
+        if not isinstance(place, dict) or name not in place:
+            raise ValueError(
+                f"unknown key {key!r}; {'.'.join(path[:i]) or 'a configuration'} has no {name!r}. {known(place)}"
+            )
+        if place[name] is None:
+            place[name] = {}
+        place = place[name]
+    fixed = path[:2] not in (["model", "mixer"], ["model", "kv_mixer"], ["model", "moe"], ["model", "loop"])
+    if not isinstance(place, dict) or (fixed and path[-1] not in place):
+        same = [whole for whole, _ in leaves(config.to_dict()) if whole.endswith(f".{path[-1]}")]
+        raise ValueError(f"unknown key {key!r}. {f'Did you mean {same[0]}? ' if same else ''}{known(place)}")
+    place[path[-1]] = like(place.get(path[-1]), value)
+    try:
+        return TrainConfig.from_dict(found)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{key}={value!r}: {error}") from None
+
+
+def known(place: Any) -> str:
+    return f"Known: {', '.join(place)}" if isinstance(place, dict) else "It has no parts"
+
+
+def parse(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("none", "null"):
+        return None
+    try:
+        return json.loads(value.lower() if value.lower() in ("true", "false") else value)
+    except json.JSONDecodeError:
+        return value
+
+
+def like(old: Any, value: Any) -> Any:
+    """1e4 is a whole number where one is expected, and a text where a text is."""
+    new = parse(value)
+    if isinstance(old, int) and not isinstance(old, bool) and isinstance(new, float) and new.is_integer():
+        return int(new)
+    return str(value) if isinstance(old, str) and isinstance(new, int | float) else new
+
+
+def leaves(found: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every field by its dotted key."""
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, (*above, name))
+        else:
+            yield ".".join((*above, name)), value
+
+
+def difference(old: TrainConfig, new: TrainConfig) -> list[str]:
+    """What decides the result and is not the same, a line each."""
+    before, after = dict(leaves(old.to_dict())), dict(leaves(new.to_dict()))
+    keys = sorted({*before, *after} - set(FREE))
+    return [
+        f"{key}: {before.get(key)!r} there, {after.get(key)!r} now" for key in keys if before.get(key) != after.get(key)
+    ]
+
+
+def toml_lines(found: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[str]:
+    """TOML has no null: fields that are None are left out, which is their default."""
+    for name, value in found.items():
+        if value is not None and not isinstance(value, Mapping):
+            yield f"{name} = {toml_value(value)}"
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            yield f"\n[{'.'.join((*above, name))}]"
+            yield from toml_lines(value, (*above, name))
+
+
+def toml_value(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(toml_value, value))}]"
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,166 @@
+"""A run's folder: whose it is, whether it is complete, and how a run is asked to stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from depthmix.models.io import flush
+from depthmix.training import ranks
+from depthmix.training.build import read_config
+from depthmix.training.checkpoint import checkpoints
+from depthmix.training.config import TrainConfig, difference
+
+CONFIG, RESULT = "config.toml", "result.json"
+PATIENCE = 1.0  # seconds
+OWN = (RESULT, "final", "checkpoints", "snapshots", "metrics.jsonl", "tensorboard", CONFIG)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a complete run found, as `result.json` holds it."""
+
+    steps: int
+    tokens: int
+    seconds: float  # of training work
+    tokens_per_second: float
+    validation_loss: float
+    bits_per_byte: float
+    peak_memory_bytes: int
+    flops: int  # of the model, by count
+    parameters: int
+    config_digest: str
+    data_digest: str
+
+
+@contextmanager
+def claimed(config: TrainConfig, resume: bool) -> Iterator[None]:
+    """The folder is this run's while it is open: no other process trains in it, and nothing that could go on is of
+    another configuration."""
+    folder = Path(config.run.folder)
+    handle: list[IO[str]] = []
+
+    def claim() -> None:
+        if ranks.rank() != 0:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        handle.append(locked(folder / "lock"))
+        there = (folder / CONFIG).is_file()
+        held = bool(checkpoints(folder / "checkpoints")) or (folder / RESULT).is_file()
+        if held and not there:
+            raise FileNotFoundError(f"no {folder / CONFIG} beside its run. Bring it back, or choose another folder")
+        if held and resume:
+            check_same(read_config(folder), config, f"{folder} holds a run of another configuration")
+        elif there:  # else these names are not ours
+            clear(folder)
+        write_text(folder / CONFIG, config.to_toml())
+
+    try:
+        ranks.first_then_others(claim)
+        yield
+    finally:
+        for file in handle:
+            file.close()
+
+
+def check_same(there: TrainConfig, now: TrainConfig, problem: str) -> None:
+    if lines := difference(there, now):
+        told = "\n  ".join([f"{problem}:", *lines])
+        raise ValueError(f"{told}\nChoose another folder, or the configuration that is there")
+
+
+def clear(folder: Path) -> None:
+    """The configuration last: a folder that was cleared by half is still ours."""
+    for path in (folder / name for name in OWN):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def locked(path: Path) -> IO[str]:
+    """The lock goes with the process, however it ends."""
+    file = path.open("w")
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ModuleNotFoundError:  # Windows
+        pass
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"another process trains in {path.parent}; wait for it, or choose another folder") from None
+    return file
+
+
+def finished(config: TrainConfig) -> Result | None:
+    path = Path(config.run.folder) / RESULT
+    if not path.is_file():
+        return None
+    try:
+        found = Result(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}). Remove it, and the run ends again from its checkpoint"
+        ) from error
+    if found.config_digest != config.digest:
+        raise ValueError(f"{path} is of another configuration than {CONFIG} beside it. Choose another folder")
+    return found
+
+
+def write_result(folder: Path, result: Result) -> Result:
+    if ranks.rank() == 0:
+        write_text(folder / RESULT, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+    return result
+
+
+def write_text(path: Path, text: str) -> None:
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    flush(part)
+    part.replace(path)
+    flush(path.parent)
+
+
+@contextmanager
+def stopping() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM set a flag, which the loop asks after a whole step; another one, later, ends at once.
+
+    Not one that comes with the first: torchrun hands on to its processes what the terminal has sent them already.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    asked: list[float] = []
+    before: dict[signal.Signals, Any] = {}
+
+    def ask(number: int, frame: Any) -> None:
+        if asked and time.monotonic() - asked[0] > PATIENCE:
+            restore()
+            signal.raise_signal(number)
+        elif not asked:
+            asked.append(time.monotonic())
+            if ranks.rank() == 0:  # past the buffers of sys.stderr, which this may have interrupted
+                os.write(2, b"\ndepthmix: stopping, with a checkpoint; again to stop at once\n")
+
+    def restore() -> None:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        before[each] = signal.signal(each, ask)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        if not asked:  # else the next signal restores them, unless it belongs to the first
+            restore()

@@ -1,0 +1,42 @@
+"""float32 and bfloat16, and whether this machine can do what was asked."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+TRIAL = "import torch; a = torch.ones(128, 256, dtype=torch.bfloat16); torch.nn.functional.linear(a, a).sum().item()"
+
+
+def check_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        there = torch.get_device_module(device).is_available()  # unlike a tensor on it, takes no memory there
+    except (RuntimeError, AttributeError):
+        there = False
+    if not there:
+        raise ValueError(f"device {name!r} is not here; expected cpu, or a device that torch finds")
+    return device
+
+
+def computing(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """Parameters and the optimiser stay in float32; products are made in `precision`."""
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
+
+
+def check_precision(precision: str, device: torch.device, trial: str = TRIAL) -> None:
+    """Some CPUs name instructions that they do not have: a child process tries one product before we do."""
+    if precision != "bfloat16" or device.type != "cpu":
+        return
+    done = subprocess.run([sys.executable, "-c", trial], capture_output=True, text=True, check=False)
+    if done.returncode == -signal.SIGILL:
+        raise ValueError(
+            "precision='bfloat16' ends in an illegal instruction on this CPU; set the environment variable "
+            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 before the start, or take precision='float32'"
+        )
+    if done.returncode:
+        raise ValueError(f"precision='bfloat16' does not run on this CPU: {done.stderr.strip().splitlines()[-1:]}")

@@ -1,0 +1,103 @@
+"""One process or several: the few things that a run asks of its companions. Each is a no-op for one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from depthmix.models import Decoder
+from depthmix.models.moe import MixtureOfExperts
+
+
+def several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def rank() -> int:
+    return dist.get_rank() if several() else 0
+
+
+def main_process() -> bool:
+    """The one that prints; known before the process group is, and after it."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def count() -> int:
+    return dist.get_world_size() if several() else 1
+
+
+@contextmanager
+def companions(device: torch.device) -> Iterator[None]:
+    """Under torchrun, the process group; it is ended only where it was begun."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def mean(value: Tensor) -> Tensor:
+    if several():
+        dist.all_reduce(value)
+        value /= dist.get_world_size()
+    return value
+
+
+def total(value: float) -> float:
+    if not several():
+        return value
+    found = torch.tensor(float(value), dtype=torch.float64)
+    dist.all_reduce(found)
+    return float(found)
+
+
+def first_then_others(work: Callable[[], Any]) -> Any:
+    """What one does alone, and the others find done."""
+    if not several():
+        return work()
+    found, problem = None, None
+    if rank() == 0:
+        try:
+            found = work()
+        except Exception as error:
+            problem = error
+    if total(problem is not None):  # all end, not one with the others waiting for it
+        raise problem if problem is not None else RuntimeError("rank 0 stopped; its message says why")
+    return found if rank() == 0 else work()
+
+
+def shard(model: Decoder) -> Decoder:
+    """FSDP2: a unit for each sublayer, and the root's with embedding, mixers and head."""
+    if not several():
+        return model
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    for sublayer in model.sublayers:
+        fully_shard(sublayer)
+    fully_shard(model)
+    register_fsdp_forward_method(model, "loss")
+    return model
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor with all its parts; every rank must ask."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def share_load(model: nn.Module) -> None:
+    """The tokens of each expert, over all ranks."""
+    if several():
+        for module in model.modules():
+            if isinstance(module, MixtureOfExperts) and module.load is not None:
+                dist.all_reduce(module.load)

@@ -1,0 +1,258 @@
+"""Comparisons: intervals that hold what they promise, speed-ups, crossings, verdicts, pages."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from depthmix.analysis.comparison import Run, compare, crossings, needed, reached, read_run, speed_up
+from depthmix.analysis.comparison_figures import draw_comparison
+from depthmix.analysis.comparison_page import About, render
+from depthmix.analysis.statistics import POWER, estimate, interpolate, ratio, student
+
+ABOUT = About(command="depthmix compare", machine="a machine", data="stdlib")
+
+
+def curve(tokens: float, gain: float = 0.0, speed: float = 1.0) -> float:
+    """A loss that falls like a real one; `gain` at every point, tokens worth `speed` of the plain ones."""
+    return 1.2 + 3 * (1 + speed * tokens / 1e5) ** -0.4 - gain
+
+
+def run(
+    arm: str,
+    seed: int,
+    *,
+    gain: float = 0.0,
+    speed: float = 1.0,
+    pace: float = 1e4,
+    noise: float = 0.0,
+    points: int = 20,
+) -> Run:
+    """One run of 1e6 tokens; noise of the pair in common, and of the arm alone."""
+    tokens = [1e6 * (k + 1) / points for k in range(points)]
+    shared = random.Random(f"seed {seed}").gauss(0, 0.05)
+    own = random.Random(f"{arm} {seed}").gauss(0, noise) if noise else 0.0
+    return Run(
+        arm=arm,
+        seed=seed,
+        tokens=tuple(tokens),
+        seconds=tuple(t / pace for t in tokens),
+        losses=tuple(curve(t, gain, speed) + shared + own for t in tokens),
+        flops=6e12,
+        tokens_per_second=pace,
+        memory_bytes=1e8,
+        parameters=1_000_000,
+        lr=1e-3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("freedom", "expected"), [(1, 12.7062), (2, 4.30265), (3, 3.18245), (4, 2.77645), (9, 2.26216), (30, 2.04227)]
+)
+def test_students_quantiles_are_those_of_the_tables(freedom: int, expected: float) -> None:
+    assert student(0.95, freedom) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_the_interval_holds_the_true_difference_95_times_in_100(n: int) -> None:
+    source, trials = random.Random(n), 4000
+    held = 0
+    for _ in range(trials):
+        found = estimate([source.gauss(-0.02, 0.005) for _ in range(n)])
+        held += not found.excludes(-0.02)
+    assert held / trials == pytest.approx(0.95, abs=4 * math.sqrt(0.95 * 0.05 / trials))
+
+
+@pytest.mark.parametrize("n", [3, 5])
+def test_the_smallest_visible_difference_is_seen_as_often_as_told(n: int) -> None:
+    """Told from the spread of a study, which is itself uncertain: averaged over studies, not for each."""
+    source, trials, sd = random.Random(n), 4000, 0.005
+    error = sd / math.sqrt(n)
+    planted = (student(0.95, n - 1) + student(2 * POWER - 1, n - 1)) * error
+    seen = sum(estimate([source.gauss(planted, sd) for _ in range(n)]).excludes(0) for _ in range(trials))
+    assert seen / trials == pytest.approx(POWER, abs=0.06)
+
+
+def test_a_planted_difference_is_found_with_its_size_and_sign() -> None:
+    runs = [run(arm, seed, gain=gain, noise=0.001) for seed in range(4) for arm, gain in (("base", 0), ("arm", 0.03))]
+    (row,) = compare(runs, {"arm": "base"}).rows
+    assert row.difference is not None
+    assert row.difference.excludes(0)
+    assert row.difference.mean == pytest.approx(-0.03, abs=0.003)
+    assert "lower than base's" in row.verdict
+    assert "no difference" not in row.verdict
+    (other,) = compare(runs, {"base": "arm"}).rows
+    assert "higher than arm's" in other.verdict
+
+
+def test_pairing_removes_what_a_seed_does_to_both() -> None:
+    """Seeds move both arms by fifty times the difference; between unpaired means it would drown."""
+    runs = [run(arm, seed, gain=gain, noise=1e-5) for seed in range(3) for arm, gain in (("base", 0), ("arm", 0.001))]
+    (row,) = compare(runs, {"arm": "base"}).rows
+    assert row.difference is not None
+    assert row.difference.excludes(0)
+
+
+def test_noise_alone_is_no_difference_and_says_what_could_have_been_seen() -> None:
+    runs = [run(arm, seed, noise=0.004) for seed in range(3) for arm in ("base", "arm")]
+    (row,) = compare(runs, {"arm": "base"}).rows
+    assert row.difference is not None
+    assert row.difference.visible is not None
+    assert "no difference from base was found" in row.verdict
+    assert f"{row.difference.visible:.4f} would have been seen with 80% probability" in row.verdict
+
+
+def test_equal_runs_differ_by_exactly_nothing() -> None:
+    pairs = [run(arm, seed) for seed in range(3) for arm in ("base", "arm")]
+    (row,) = compare(pairs, {"arm": "base"}).rows
+    assert row.difference is not None
+    assert (row.difference.mean, row.difference.low, row.difference.high) == (0, 0, 0)
+    assert "no difference from base; the final losses are equal to the last bit in 3 seeds" in row.verdict
+    assert row.speed_ups["tokens"] is not None
+    assert row.speed_ups["tokens"].mean == pytest.approx(1, abs=1e-12)
+    assert row.crossings["tokens"] == []
+
+
+def test_one_seed_makes_no_statement_about_significance() -> None:
+    (row,) = compare([run("base", 0), run("arm", 0, gain=0.5)], {"arm": "base"}).rows
+    assert row.difference is not None
+    assert row.difference.low is None
+    assert "one seed: no statement about significance" in row.verdict
+
+
+def test_only_seeds_that_both_have_are_compared() -> None:
+    runs = [run("base", 0), run("base", 1), run("arm", 1, gain=0.1), run("arm", 2)]
+    (row,) = compare(runs, {"arm": "base"}).rows
+    assert row.seeds == (1,)
+    (alone,) = compare(runs, {"other": "base"}).rows
+    assert "no statement, because no seed was finished" in alone.verdict
+
+
+def test_a_token_that_is_worth_more_is_found_out_and_so_is_its_price() -> None:
+    """Tokens worth 1.5 of the baseline's at half the pace: 1.5 by tokens, 0.75 by the clock."""
+    runs = [
+        r
+        for seed in range(3)
+        for r in (run("base", seed, points=200), run("arm", seed, speed=1.5, pace=5e3, points=200))
+    ]
+    pairs = [(runs[2 * k + 1], runs[2 * k]) for k in range(3)]
+    by_tokens, by_clock = speed_up(pairs, "tokens"), speed_up(pairs, "seconds")
+    assert by_tokens is not None
+    assert by_clock is not None
+    assert by_tokens.mean == pytest.approx(1.5, rel=1e-3)
+    assert by_clock.mean == pytest.approx(0.75, rel=1e-3)
+    assert needed(pairs, "tokens") is None, "the baseline never has the arm's loss: beyond the run"
+    back = [(base, arm) for arm, base in pairs]
+    assert needed(back, "tokens") == pytest.approx(1e6 / 1.5, rel=1e-3)
+
+
+def test_a_curve_reaches_a_loss_for_good_between_its_points() -> None:
+    xs, losses = [1.0, 2.0, 3.0, 4.0], [5.0, 3.0, 4.0, 2.0]
+    assert reached(3.5, xs, losses) == pytest.approx(3.25), "not at 1.75, from where it rises again"
+    assert reached(1.9, xs, losses) is None
+    assert reached(9.0, xs, losses) == 1.0
+    assert interpolate(2.5, xs, losses) == 3.5
+
+
+def test_curves_cross_where_they_were_made_to() -> None:
+    base = run("base", 0, points=100)
+    tilted = [loss + 0.2 * (0.6 - t / 1e6) for t, loss in zip(base.tokens, base.losses, strict=True)]
+    arm = Run(**{**vars(base), "arm": "arm", "losses": tuple(tilted)})
+    (crossing,) = crossings([(arm, base)], "tokens")
+    assert crossing.at == pytest.approx(6e5, rel=1e-6)
+    assert crossing.ahead == "arm"
+    (other,) = crossings([(base, arm)], "tokens")
+    assert other.ahead == "arm"
+
+
+def test_noise_around_nothing_is_no_crossing() -> None:
+    pairs = []
+    for seed in range(4):
+        source = random.Random(seed)
+        base = run("base", seed, points=40)
+        noisy = Run(**{**vars(base), "arm": "arm", "losses": tuple(x + source.gauss(0, 0.01) for x in base.losses)})
+        pairs.append((noisy, base))
+    assert len(crossings(pairs, "tokens")) <= 2, "each point excludes 0 by chance one time in twenty"
+    assert len(crossings(pairs[:1], "tokens")) > 5
+
+
+def test_ratios_are_paired_and_geometric() -> None:
+    found = ratio([2.0, 8.0], [1.0, 1.0])
+    assert found.mean == pytest.approx(4)
+    assert found.values == pytest.approx((2, 8))
+    assert found.low is not None
+    assert found.high is not None
+    assert found.low * found.high == pytest.approx(16)
+
+
+def test_runs_that_cannot_be_compared_are_named() -> None:
+    broken = Run(**{**vars(run("arm", 0)), "losses": (float("nan"),) * 20})
+    with pytest.raises(ValueError, match="arm, seed 0: a validation loss is not finite"):
+        compare([broken], {})
+    with pytest.raises(ValueError, match="arm has two runs with seed 0"):
+        compare([run("arm", 0), run("arm", 0)], {})
+
+
+def test_a_run_is_read_from_its_folder(tmp_path: Path) -> None:
+    lines: list[dict[str, object]] = [
+        {"kind": "train", "step": 1, "tokens": 10, "loss": 5.0},
+        {"kind": "validation", "step": 1, "tokens": 10, "seconds": 1.0, "loss": 4.0, "bits_per_byte": 5.8},
+        {"kind": "validation", "step": 2, "tokens": 20, "seconds": 2.0, "loss": 3.0, "bits_per_byte": 4.3},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = {"flops": 60, "tokens_per_second": 10.0, "peak_memory_bytes": 5, "parameters": 7}
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    found = read_run(tmp_path, arm="arm", seed=3, lr=1e-3)
+    assert (found.tokens, found.losses, found.final) == ((10, 20), (4, 3), 3)
+    assert found.axis("flops") == [30, 60]
+
+
+def page_of(tmp_path: Path, gains: Sequence[float], seeds: int, failures: dict[str, str] | None = None) -> str:
+    arms = ["residual", *(f"arm {k}" for k in range(1, len(gains)))]
+    runs = [run(a, s, gain=g, noise=0.002) for s in range(seeds) for a, g in zip(arms, gains, strict=True)]
+    found = compare(runs, dict.fromkeys(arms[1:], "residual"))
+    sweeps = {arm: {1e-3: 2.0, 2e-3: 1.9, 4e-3: None} for arm in arms}
+    figures = draw_comparison(found, sweeps, tmp_path / "figures")
+    about = About(command=ABOUT.command, machine="a machine", data="stdlib", failures=failures or {})
+    return render(found, sweeps, about, figures, tmp_path)
+
+
+def test_the_page_tells_all_and_its_pictures_exist(tmp_path: Path) -> None:
+    page = page_of(tmp_path, [0, 0.03, 0], 3, {"arm 9, seed 0": "ended by SIGKILL"})
+    links = re.findall(r"!\[.*?\]\((.*?)\)", page)
+    assert sorted(links) == [f"figures/{n}.png" for n in ("differences", "learning_rates", "seconds", "tokens")]
+    for link in links:
+        assert (tmp_path / link).read_bytes().startswith(b"\x89PNG")
+    assert not list((tmp_path / "figures").glob(".*"))
+    for words in (
+        "beyond the run",
+        "arm 9, seed 0: ended by SIGKILL",
+        "**1.9000**",
+        "failed",
+        "tokens/s",
+        "peak memory",
+    ):
+        assert words in page
+    tables = re.findall(r"(?:^\|.*\n)+", page, re.M)
+    assert len(tables) == 4
+    for table in tables:
+        assert len({line.count("|") for line in table.splitlines()}) == 1, "as many cells in every line"
+
+
+def test_a_page_of_one_seed_has_no_intervals(tmp_path: Path) -> None:
+    page = page_of(tmp_path, [0, 0.03], 1)
+    assert "95 % interval |" not in page
+    assert "one seed: no statement about significance" in page
+
+
+def test_the_best_learning_rate_at_the_edge_is_told(tmp_path: Path) -> None:
+    assert "try more beyond it" not in page_of(tmp_path, [0, 0.1], 1)
+    found = compare([run("a", 0)], {})
+    page = render(found, {"a": {1e-3: 2.0, 2e-3: 1.9}}, ABOUT, {}, tmp_path)
+    assert "first or last that was tried for a: try more beyond it" in page

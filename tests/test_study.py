@@ -1,0 +1,214 @@
+"""Studies: arms from a grid, equal starts, runs that are used again, go on, or fail without taking others along."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from depthmix.cli import main
+from depthmix.training.arms import Grid, Size, changed, equal_compute, make_arms, parse_sweep, per_parameter
+from depthmix.training.build import initial_model
+from depthmix.training.flops import flops_per_token
+from depthmix.training.study import Clock, complete, long_task, run_study
+
+SMALL = {"data.rows": "2", "data.tokens_per_row": "32", "run.validate_batches": "2", "run.steps": "6"}
+SIZES = [Size(depth=2, dim=16)]
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Enough text for a corpus, in a place of its own; children with one thread."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    source = tmp_path / "text"
+    source.mkdir()
+    for k in range(40):
+        (source / f"{k}.txt").write_text(f"the file of number {k} says the same as the others. " * 20)
+    return source
+
+
+def grid(*mixers: str, **changes: object) -> Grid:
+    return Grid(**{"mixers": mixers, "sizes": SIZES, "settings": SMALL, **changes})  # type: ignore[arg-type]
+
+
+def arguments(text: Path, *mixers: str, seeds: int = 2) -> list[str]:
+    sets = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
+    size = ["--depth", "2", "--dim", "16", "--seeds", str(seeds), "--data", str(text)]
+    return ["compare", "--mixers", *mixers, *size, *sets, "--folder", "study"]
+
+
+def test_an_option_varies_the_arms_that_have_it() -> None:
+    arms = make_arms(grid("residual", "block_attnres", sweeps={"mixer.block_sublayers": ["1", "2"]}))
+    assert [arm.label for arm in arms] == [
+        "residual",
+        "block_attnres block_sublayers=1",
+        "block_attnres block_sublayers=2",
+    ]
+    assert [arm.baseline for arm in arms] == [None, "residual", "residual"]
+    assert arms[2].config.model.mixer.options["block_sublayers"] == 2
+    with pytest.raises(ValueError, match=r"mixer.block_sublayers: none of residual has this option"):
+        make_arms(grid("residual", sweeps={"mixer.block_sublayers": ["1"]}))
+
+
+def test_other_keys_vary_every_arm_and_names_that_come_again_are_controls() -> None:
+    arms = make_arms(grid("residual", "residual", sweeps={"optimizer.lr": ["1e-3", "2e-3"]}))
+    assert [arm.label for arm in arms] == [
+        "residual lr=1e-3",
+        "residual lr=2e-3",
+        "residual lr=1e-3 again",
+        "residual lr=2e-3 again",
+    ]
+    assert arms[1].config.optimizer.lr == 2e-3
+
+
+def test_a_value_mixer_alone_goes_with_the_residual() -> None:
+    alone, both = make_arms(grid("depth_attention", "attnres+value_residual"))
+    assert (alone.config.model.mixer.name, alone.config.model.kv_mixer.name) == ("residual", "depth_attention")  # type: ignore[union-attr]
+    assert (both.config.model.mixer.name, both.config.model.kv_mixer.name) == ("attnres", "value_residual")  # type: ignore[union-attr]
+
+
+def test_shapes_get_the_same_compute() -> None:
+    settings = {key: value for key, value in SMALL.items() if key != "run.steps"}
+    sizes = [Size.of("2x64"), Size.of("8x32")]
+    arms = make_arms(grid("residual", "attnres", sizes=sizes, settings=settings), equal_compute(1e5))
+    spent = [
+        flops_per_token(a.config.model, a.config.data.tokens_per_row) * a.config.run.steps * a.config.tokens_per_step
+        for a in arms
+    ]
+    assert spent[2] == pytest.approx(spent[0], rel=0.01)
+    assert arms[0].config.run.steps == arms[1].config.run.steps, "arms of a shape see the same tokens"
+    assert arms[2].config.run.steps != arms[0].config.run.steps
+    assert [arm.baseline for arm in arms] == [None, "residual 2x64", "residual 2x64", "residual 8x32"]
+
+
+def test_scaling_arms_have_tokens_by_their_parameters_and_a_baseline_of_their_own_size() -> None:
+    settings = {key: value for key, value in SMALL.items() if key != "run.steps"}
+    sizes = [Size.of("2"), Size.of("4")]
+    arms = make_arms(grid("residual", "attnres", sizes=sizes, settings=settings), per_parameter(2), across_sizes=False)
+    assert [arm.baseline for arm in arms] == [None, "residual 2", None, "residual 4"]
+    assert [arm.mixer for arm in arms] == ["residual", "attnres"] * 2
+    assert arms[2].config.run.steps > arms[0].config.run.steps
+
+
+def test_arms_with_one_seed_start_from_the_same_weights_where_shapes_agree() -> None:
+    """Also between depths: a parameter is drawn by the seed and its own name."""
+    plain, mixed, deep = (
+        initial_model(make_arms(grid(name, sizes=[size]))[0].config).state_dict()
+        for name, size in (("residual", SIZES[0]), ("mhc", SIZES[0]), ("residual", Size(depth=6, dim=16)))
+    )
+    for other in (mixed, deep):
+        shared = [name for name, tensor in plain.items() if name in other and other[name].shape == tensor.shape]
+        assert set(plain) == set(shared)
+        assert all(torch.equal(plain[name], other[name]) for name in shared)
+    config = make_arms(grid("residual"))[0].config
+    again = initial_model(changed(config, seed=1)).state_dict()
+    assert not torch.equal(again["embed.weight"], plain["embed.weight"])
+
+
+@pytest.mark.parametrize("text_", ["mixer.block_sublayers", "=1,2", "a=1,,2", "a=1,1"])
+def test_a_sweep_that_is_none_is_refused(text_: str) -> None:
+    with pytest.raises(ValueError, match=r"expected KEY=VALUE|twice"):
+        parse_sweep(text_)
+
+
+def test_a_study_refuses_what_it_could_not_compare(tmp_path: Path) -> None:
+    arms = make_arms(grid("residual", sweeps={"data.tokens_per_row": ["16", "32"]}, settings={"run.steps": "2"}))
+    with pytest.raises(ValueError, match=r"data.tokens_per_row differs between arms"):
+        run_study(arms, seeds=1, folder=tmp_path)
+    for seeds, lrs, words in ((0, (), "seeds=0"), (1, (0.0,), "learning rates above 0")):
+        with pytest.raises(ValueError, match=words):
+            run_study(make_arms(grid("residual")), seeds=seeds, folder=tmp_path, lrs=lrs)
+
+
+def test_the_time_left_follows_the_pace_of_each_arm() -> None:
+    clock = Clock(total=3)
+    assert clock.left([("a", 1.0)]) is None
+    clock.took("a", 10.0, 5.0)
+    clock.took("b", 30.0, 5.0)
+    assert clock.left([("a", 5.0), ("b", 5.0), ("c", 5.0)]) == pytest.approx(10 + 30 + 20)
+
+
+def test_the_residual_against_itself_is_no_difference(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Trained twice, in processes of their own; a second start trains nothing."""
+    assert main(arguments(text, "residual", "residual")) == 0
+    out = capfd.readouterr().out
+    assert "no difference from residual; the final losses are equal to the last bit in 2 seeds" in " ".join(out.split())
+    found = json.loads(Path("study/comparison.json").read_text())
+    assert found["rows"][0]["difference"]["values"] == [0.0, 0.0]
+    assert len({run["folder"] for run in found["runs"]}) == 4
+    assert "no difference" in Path("study/comparison.md").read_text()
+    assert main([*arguments(text, "residual", "residual"), "--json"]) == 0
+    again = capfd.readouterr()
+    assert again.err.count("complete already") == 4
+    assert json.loads(again.out)["rows"] == found["rows"]
+
+
+def test_a_planted_difference_in_learning_rate_is_found(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    given = [*arguments(text, "residual"), "--sweep", "optimizer.lr=1e-5,5e-3"]
+    assert main(given) == 0
+    (row,) = json.loads(Path("study/comparison.json").read_text())["rows"]
+    assert row["difference"]["high"] < 0
+    assert "lower than residual lr=1e-5's" in " ".join(capfd.readouterr().out.split())
+
+
+def test_the_best_learning_rate_of_short_runs_is_taken_and_a_failure_is_told(
+    text: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A rate of 1e30 ends in a bad loss: the run fails, the study does not."""
+    assert main([*arguments(text, "residual", seeds=1), "--lrs", "1e-6", "5e-3", "1e30"]) == 1
+    found = json.loads(Path("study/comparison.json").read_text())
+    assert found["learning_rates"]["residual"]["1e+30"] is None
+    assert [run["lr"] for run in found["runs"]] == [5e-3]
+    assert "residual, lr 1e+30" in found["about"]["failures"]
+    assert "failed: residual, lr 1e+30" in capfd.readouterr().out
+
+
+def test_a_study_that_was_killed_goes_on_and_finds_the_same(text: Path) -> None:
+    """Killed with SIGKILL in the first run, whose process lives on for a while: the second start waits for it."""
+    command = [sys.executable, "-m", "depthmix", *arguments(text, "residual", seeds=1)]
+    command[command.index("run.steps=6")] = "run.steps=40"
+    first = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    for _ in range(600):
+        if [*Path("study").glob("runs/*/metrics.jsonl")]:
+            break
+        time.sleep(0.1)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (folder,) = Path("study").glob("runs/*")
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in steps if line["kind"] == "train"] == [*range(1, 41)]
+
+
+def test_a_damaged_result_is_made_again_and_other_data_has_its_own_folder(text: Path, tmp_path: Path) -> None:
+    (arm,) = make_arms(grid("residual", data=str(text)))
+    (task,) = run_study([arm], seeds=1, folder=tmp_path / "s").tasks
+    whole = (task.folder / "result.json").read_text()
+    (task.folder / "result.json").write_text(whole[:20])
+    assert complete(task) is None
+    (again,) = run_study([arm], seeds=1, folder=tmp_path / "s").tasks
+    assert (
+        json.loads((again.folder / "result.json").read_text())["validation_loss"]
+        == json.loads(whole)["validation_loss"]
+    )
+    assert long_task(arm, 0, None, tmp_path / "s", "other").folder != task.folder
+
+
+def test_scaling_fits_a_law_for_each_arm(text: Path) -> None:
+    sets = [word for key, value in SMALL.items() if key != "run.steps" for word in ("--set", f"{key}={value}")]
+    given = ["scaling", "--mixers", "residual", "attnres", "--sizes", "2x16", "2x32", "4x32", "--tokens", "640"]
+    assert main([*given, *sets, "--data", str(text), "--folder", "study"]) == 0
+    found = json.loads(Path("study/scaling.json").read_text())
+    assert set(found["fits"]) == {"residual", "attnres"}
+    assert len(found["factors"]["attnres"]) == 3
+    assert (Path("study") / "figures" / "scaling.png").is_file()
+    assert "## Compute-equivalent factor" in Path("study/scaling.md").read_text()
