@@ -141,6 +141,21 @@ def test_children_run_one_at_a_time_and_what_they_print_is_not_their_answer(tmp_
         run_jobs(jobs)
 
 
+def test_an_interrupted_run_goes_on_from_its_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = tmp_path / "speed.partial.jsonl"
+    jobs = [Job(label="pid", target="os:getpid") for _ in range(2)]
+    first = run_jobs(jobs, journal)
+    _, kept, cut = journal.read_text().split("\n")
+    journal.write_text(f"\n{kept}\n{cut[:30]}")
+    second = run_jobs(jobs, journal)
+    assert second[0] == first[0]
+    assert second[1] != first[1]
+    assert "pid: measured already" in capsys.readouterr().err
+    assert run_jobs(jobs, journal) == second
+    (other,) = run_jobs([Job(label="pid", target="os:getpid", keep=False)], journal)
+    assert other not in second
+
+
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
@@ -168,7 +183,17 @@ def test_every_timed_part_is_repeated_in_every_process_and_compiled_only_where_a
     def labels(**options: Any) -> list[str]:
         return [job.label for job in timed_jobs(Settings(mixers=("mhc",), **options))]
 
-    assert labels() == ["read", "read, freed memory kept", "step", "decode", "values", "sources", "depth", "width"]
+    assert labels() == [
+        "read",
+        "read, freed memory kept",
+        "step",
+        "decode",
+        "values",
+        "loop",
+        "sources",
+        "depth",
+        "width",
+    ]
     assert labels(parts=("step", "decode"), compiled=True) == ["step", "compiled step", "decode", "compiled decode"]
     assert labels(parts=("memory",)) == []
     with pytest.raises(ValueError, match="expected others than residual"):

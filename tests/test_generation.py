@@ -424,6 +424,12 @@ def test_a_tokenizer_file_is_read_and_its_damage_told(tmp_path: Any) -> None:
     made.save(str(path))
     found = load_tokenizer(tmp_path, 3)
     assert found.encode("b a") == [1, 0]
+    made.add_special_tokens(["[BOS]"])
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="[BOS] $A", special_tokens=[("[BOS]", 3)])
+    made.enable_truncation(2)
+    made.save(str(path))
+    assert load_tokenizer(tmp_path, 4).encode("b a b") == [1, 0, 1]  # the whole text and nothing else
+    made.no_truncation()
     texts = TextStream(found)
     assert texts.push(1) + texts.push(0) + texts.finish() == found.decode([1, 0])
     with pytest.raises(ValueError, match="has 3 ids; expected at most 2"):

@@ -37,6 +37,7 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ("decode", "One new token for each sequence, over the plain residual's time:"),
             ("compiled decode", "The same under `torch.compile`:"),
             ("value step", "A training step with values mixed over depth inside attention, over one without:"),
+            ("loop", "A step of `depthmix train`, over forward, backward and optimiser alone:"),
         ),
     ),
     (

@@ -6,6 +6,8 @@ A job is a function by its name and arguments that JSON can carry, and so is its
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import importlib
 import json
 import os
@@ -15,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,20 +87,58 @@ def child() -> int:
     return 1 if "error" in answer else 0
 
 
-def run_jobs(jobs: Sequence[Job]) -> list[Any]:
-    """Results in order; before each job one line says which it is and how long all that are left may take."""
+def run_jobs(jobs: Sequence[Job], journal: Path | None = None) -> list[Any]:
+    """Results in order; before each job one line says which it is and how long all that are left may take.
+
+    Each result goes to `journal` at once, and those that it holds of the same job by the same code are taken from it.
+    """
     results, guessed, spent = [], 0.0, 0.0
     took: dict[str, float] = {}
+    known = read_journal(journal)
     for number, job in enumerate(jobs):
+        mark = mark_of(job, number)
+        if mark in known:
+            say(f"[{number + 1}/{len(jobs)}] {job.label}: measured already")
+            results.append(known[mark])
+            continue
         pace = spent / guessed if guessed else 1.0
         left = sum(took.get(j.label, j.seconds * pace) for j in jobs[number:])
         say(f"[{number + 1}/{len(jobs)}] {job.label}; all that is left: about {duration(left)}")
         begun = time.monotonic()
         results.append(run_child(job))
+        if journal is not None:
+            with journal.open("a", encoding="utf-8") as file:  # a new line first: the last one may have been cut off
+                file.write("\n" + json.dumps({"job": mark, "label": job.label, "result": results[-1]}))
         took[job.label] = time.monotonic() - begun
         spent += took[job.label]
         guessed += job.seconds
     return results
+
+
+def mark_of(job: Job, number: int) -> str:
+    """Of a job, its place, and the code that it runs."""
+    about = [job.label, job.target, dict(job.arguments), job.keep, torch.get_num_threads(), torch.__version__, number]
+    return hashlib.sha256(f"{json.dumps(about)} {code()}".encode()).hexdigest()
+
+
+@functools.cache
+def code() -> str:
+    """A digest of this package."""
+    found = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*")):
+        if path.suffix in (".py", ".cpp"):
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def read_journal(journal: Path | None) -> dict[str, Any]:
+    """Results by the marks of their jobs; a last line that was cut off is left out."""
+    known: dict[str, Any] = {}
+    for line in journal.read_text(encoding="utf-8").splitlines() if journal is not None and journal.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):
+            found = json.loads(line)
+            known[found["job"]] = found["result"]
+    return known
 
 
 def progress(label: str, every: float = 20.0) -> Any:

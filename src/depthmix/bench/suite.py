@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,8 +19,8 @@ from depthmix.bench.report import BASELINE, Report, Row, ratio_rows
 from depthmix.models import DecoderConfig
 from depthmix.ops import backend
 
-Part = Literal["read", "step", "decode", "values", "memory", "growth"]
-PARTS: tuple[Part, ...] = ("read", "step", "decode", "values", "memory", "growth")
+Part = Literal["read", "step", "decode", "values", "loop", "memory", "growth"]
+PARTS: tuple[Part, ...] = ("read", "step", "decode", "values", "loop", "memory", "growth")
 VALUES = ("depth_attention", "value_residual")
 FOCUS = ("block_attnres", "attnres")  # where every mechanism would take hours: compiling, growth
 
@@ -85,11 +86,14 @@ class Settings:
         return QUICK if self.quick else FULL
 
 
-def run_suite(settings: Settings, bounds: Mapping[str, float], command: str) -> Report:
-    """Everything that was asked for; bounds are left aside at quick sizes, where they say nothing of speed."""
+def run_suite(settings: Settings, bounds: Mapping[str, float], command: str, journal: Path | None = None) -> Report:
+    """Everything that was asked for; bounds are left aside at quick sizes, where they say nothing of speed.
+
+    Results of jobs are kept in `journal` until all are there; what it holds already is not measured again.
+    """
     jobs = timed_jobs(settings)  # all of them once, then all again: a slow hour touches every part alike
     order = jobs * settings.processes + (memory_jobs(settings) if "memory" in settings.parts else [])
-    results = run_jobs(order)
+    results = run_jobs(order, journal)
     timed = len(jobs) * settings.processes
     rows = timed_rows(merged(results[:timed]), settings, {} if settings.quick else bounds)
     rows += memory_rows(dict(zip([BASELINE, *settings.mixers], results[timed:], strict=False)), settings.sizes.step)
@@ -135,6 +139,8 @@ def timed_jobs(settings: Settings) -> list[Job]:
             add("compiled decode", "decode:run", 300, mixers=mixers, rounds=many, compiled=True, **sizes.decode)
     if "values" in settings.parts:
         add("values", "decode:run_values", 200, kv_mixers=VALUES, rounds=rounds, **sizes.values)
+    if "loop" in settings.parts:
+        add("loop", "loop:run", 250, rounds=rounds, **sizes.values)
     if "growth" in settings.parts:
         add("sources", "growth:run_sources", 60, keep=False, rounds=rounds, **sizes.sources)
         for axis in ("depth", "width"):
@@ -168,7 +174,7 @@ def tell(value: Any) -> Any:
 def timed_rows(
     found: Mapping[str, Mapping[str, list[list[float]]]], settings: Settings, bounds: Mapping[str, float]
 ) -> list[Row]:
-    judged = (READ, "sources", "step", "compiled step", "compiled decode", "value step")
+    judged = (READ, "sources", "step", "compiled step", "compiled decode", "value step", "loop")
     rows = []
     for group, variants in found.items():
         part, _, number = group.rpartition(" ")

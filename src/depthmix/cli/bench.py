@@ -30,6 +30,7 @@ BOUNDS = {  # what is aimed at; the figures stand beside them, whatever they are
     "denseformer": 1.05,
     "mhc": 1.40,
     "depth_attention": 1.03,
+    "depthmix train": 1.03,
 }
 
 
@@ -52,7 +53,7 @@ def run(
     installed. step: a training step and a forward of a decoder-shaped network for every mechanism, over the plain
     residual's time. decode: one new token for each of 8 sequences, with the decoder's cache and a head of 32,000
     tokens; with --compiled also compiled. values: a training step of the decoder with values mixed over depth inside
-    attention, over one without. memory: bytes that the graph keeps for the backward pass, and the peak of a training
+    attention, over one without. loop: a step of `depthmix train`, over the bare forward, backward and optimiser. memory: bytes that the graph keeps for the backward pass, and the peak of a training
     step, in one process a mechanism. growth: the read against the number of sources, the step against depth and width.
 
     Variants take turns in rotating order within a process; a figure is the median of the medians of several processes,
@@ -72,7 +73,8 @@ def run(
         quick: small sizes and few rounds: whether it runs, not how fast it is.
         compiled: the step under torch.compile too, one network at a time.
         json: print one object instead of a table.
-        output: write the result, with every paired ratio, to this JSON file as well.
+        output: write the result, with every paired ratio, to this JSON file as well. An interrupted run goes on when it
+            is started again with the same output.
         figures: draw the result into this folder, as PNGs.
         markdown: write the tables, and the figures where --figures is given, as a page.
         saved: measure nothing; print and draw these files, written by --output. Of several, parts are put together.
@@ -93,12 +95,14 @@ def run(
         )
         refuse_while_red(settings.mixers)
         try:
-            report = run_suite(settings, BOUNDS, command=" ".join(["depthmix", *sys.argv[1:]]))
+            journal = None if output is None else output.with_suffix(".partial.jsonl")
+            report = run_suite(settings, BOUNDS, " ".join(["depthmix", *sys.argv[1:]]), journal)
         except ChildFailed as error:
             print(f"depthmix: {error}", file=sys.stderr)
             return 1
     if output is not None:
         report.save(output)
+        output.with_suffix(".partial.jsonl").unlink(missing_ok=True)
     drawn = draw_all(report, figures) if figures is not None else {}
     if markdown is not None:
         write_text(markdown, render(report, drawn, markdown.parent))

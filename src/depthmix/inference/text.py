@@ -44,10 +44,13 @@ class FileTokenizer:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises nothing narrower
             raise ValueError(f"{path} is damaged or no tokenizer ({error})") from error
+        self.inner.no_truncation()
+        self.inner.no_padding()
         self.size: int = self.inner.get_vocab_size()
 
     def encode(self, text: str) -> list[int]:
-        return list(self.inner.encode(text).ids)
+        """As in training: the whole text and nothing else, no special tokens around it."""
+        return list(self.inner.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.inner.decode(list(ids)))

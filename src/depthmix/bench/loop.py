@@ -1,0 +1,59 @@
+"""A step of `depthmix train` against the bare one: what the loop adds to forward, backward and optimiser."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from depthmix.bench.report import BASELINE
+from depthmix.bench.step import ratios, with_control
+from depthmix.models import DecoderConfig
+from depthmix.training import DataConfig, RunConfig, TrainConfig, loop
+
+LOOP, ALONE = "depthmix train", "without the optimiser"
+
+
+def run(model: Mapping[str, Any], tokens: int, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Both work on one model, in turns: next batch, clipping, the look at the loss and metrics are the loop's own."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = loop.begin(prepared(Path(folder), model, tokens), torch.device("cpu"), lambda event: None, None)
+        try:
+            return {"loop": ratios(with_control(variants(run)), rounds, "loop")}
+        finally:
+            loop.close(run)
+
+
+def prepared(folder: Path, model: Mapping[str, Any], tokens: int) -> TrainConfig:
+    """A run that never ends, on text that says nothing, so that the steps are all that takes time."""
+    source = folder / "text"
+    source.mkdir()
+    letters = random.Random(0)
+    for name in ("a.txt", "b.txt"):
+        (source / name).write_text("".join(letters.choices("abcdefgh \n", k=100 * tokens)))
+    data = DataConfig(source=str(source), folder=str(folder / "tokens"), tokens_per_row=tokens, rows=1, validation=0.5)
+    (folder / "run").mkdir()
+    return TrainConfig(
+        model=DecoderConfig(**model),
+        data=data,
+        run=RunConfig(folder=str(folder / "run"), steps=10**9, validate_batches=1),
+    )
+
+
+def variants(run: loop.Run) -> dict[str, Callable[[], None]]:
+    row = next(run.batches)
+
+    def alone() -> None:
+        run.model.loss(row).backward()
+        run.model.zero_grad(set_to_none=True)
+
+    def bare() -> None:
+        run.model.loss(row).backward()
+        run.optimizers.step(1.0)
+        run.model.zero_grad(set_to_none=True)
+
+    return {BASELINE: bare, LOOP: lambda: loop.step(run), ALONE: alone}
