@@ -266,6 +266,14 @@ def test_a_prompt_is_continued_on_stdout_and_the_speed_is_on_stderr(
     assert "first token after" in captured.err
 
 
+def test_the_folder_of_a_run_stands_for_its_final_model(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = saved.parent / "run"
+    run.mkdir()
+    (run / "final").symlink_to(saved, target_is_directory=True)
+    assert main(["generate", str(run), "-p", "a", "-n", "9"]) == 0
+    assert capsys.readouterr().out == text_of(saved, "a")[0] + "\n"
+
+
 def test_several_prompts_run_as_a_batch_with_every_option(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["-n", "9", "--temperature", "0.8", "--top-k", "40", "--top-p", "0.95", "--seed", "4"]
     options += ["--cache", "preallocated", "--chunk", "2"]

@@ -49,12 +49,13 @@ def run(
 ) -> int:
     """Measure what reading over depth costs, against the plain residual and against other implementations.
 
-    read: one read, forward and with its backward pass, in passes over its sources, beside the peers that are
-    installed. step: a training step and a forward of a decoder-shaped network for every mechanism, over the plain
-    residual's time. decode: one new token for each of 8 sequences, with the decoder's cache and a head of 32,000
-    tokens; with --compiled also compiled. values: a training step of the decoder with values mixed over depth inside
-    attention, over one without. loop: a step of `depthmix train`, over the bare forward, backward and optimiser. memory: bytes that the graph keeps for the backward pass, and the peak of a training
-    step, in one process a mechanism. growth: the read against the number of sources, the step against depth and width.
+    read: one read, forward and with its backward pass, in passes over its sources, beside the peers that are installed.
+    step: a training step and a forward of a decoder-shaped network for every mechanism, over the plain residual's time.
+    decode: one new token for each of 8 sequences, with the decoder's cache and a head of 32,000 tokens; with --compiled
+    also compiled. values: a training step of the decoder with values mixed over depth inside attention, over one
+    without. loop: a step of `depthmix train`, over the bare forward, backward and optimiser. memory: bytes that the
+    graph keeps for the backward pass, and the peak of a training step, in one process a mechanism. growth: the read
+    against the number of sources, the step against depth and width.
 
     Variants take turns in rotating order within a process; a figure is the median of the medians of several processes,
     its interval goes from the smallest to the largest. A bound inside the interval, a residual that differs from

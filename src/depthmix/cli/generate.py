@@ -36,7 +36,8 @@ def run(
     """Continue a prompt with the model of a directory; the text goes to stdout, its speed to stderr.
 
     Args:
-        directory: config.json and model.safetensors, and a tokenizer.json unless the tokens are bytes.
+        directory: config.json and model.safetensors, and a tokenizer.json unless the tokens are bytes; or the folder of
+            a finished run of `depthmix train`.
         prompt: one prompt is streamed; several, each with its own -p, run as a batch. "-" or none: from stdin.
         max_new_tokens: at most so many tokens for each prompt.
         temperature: 0 for the most likely token, always.
@@ -51,6 +52,8 @@ def run(
         dtype: of the parameters; as saved by default.
         json: print one object instead of the text.
     """
+    final = directory / "final"  # of a run
+    directory = final if final.is_dir() else directory
     model = load_model(directory, device=device, dtype=None if dtype is None else getattr(torch, dtype))
     tokenizer = load_tokenizer(directory, model.config.vocab_size)
     texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompt or ("-",)]
