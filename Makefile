@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 # bf16 products end in an illegal instruction on CPUs that advertise AMX without its tile palette.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo matrices test test-full lint docs conformance bench clean help
+.PHONY: demo matrices study test test-full lint docs conformance bench clean help
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo         train residual, block_attnres and depth_attention side by side (minutes); a page under out/"
+	@echo "make demo         train residual, block_attnres and depth_attention side by side (about 4 minutes); a page under out/"
 	@echo "make matrices     heat maps of M for every mechanism, under out/"
+	@echo "make study        compare six mechanisms over three seeds (about two hours); writes docs/results/first_study"
 	@echo "make test         linters, types and all tests (a few minutes on two cores)"
 	@echo "make test-full    the same with every combination of mechanism, KV site and form of the decoder"
 	@echo "make conformance  compare with public implementations from PyPI"
@@ -41,6 +42,14 @@ demo: $(VENV)/dev
 
 matrices: $(VENV)/dev
 	$(BIN)/python examples/mixing_matrices.py out/mixing_matrices
+
+# Started again it goes on where it was; ARGS="--seeds 1" for a part of it, whose runs the whole then uses.
+study: $(VENV)/dev
+	$(BIN)/depthmix compare $(STUDY) --folder studies/first --publish docs/results/first_study $(ARGS)
+
+STUDY := --mixers residual denseformer mhc block_attnres attnres depth_attention residual \
+  --depth 24 --dim 96 --tokens 1.5e6 --seeds 3 --lrs 2.5e-3 5e-3 1e-2 --jobs 2 \
+  --set data.rows=8 --set run.validate_every=46
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -9,28 +9,31 @@ of each arm go on writing. One seed of small models at few steps: this shows tha
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import depthmix as dm
-from depthmix.cli import main
 from depthmix.inference import load_tokenizer
 
 MIXERS = ("residual", "block_attnres", "depth_attention")
-SIZE = ("--depth", "12", "--dim", "128", "--tokens", "5e5", "--lrs", "5e-3")
+SIZE = ("--depth", "12", "--dim", "96", "--tokens", "6e5", "--tokenizer", "bpe:1024", "--set", "data.rows=4")
 PROMPT = "def __init__(self, "
 
 
 def demo(folder: Path, *more: str) -> int:
-    code = main(["compare", "--mixers", *MIXERS, "--seeds", "1", *SIZE, *more, "--folder", str(folder)])
+    command = [sys.executable, "-m", "depthmix", "compare", "--mixers", *MIXERS, "--seeds", "1", "--jobs", "3", *SIZE]
+    code = subprocess.run([*command, *more, "--folder", str(folder)], check=False).returncode
+    if code not in (0, 1):  # 1: some of the runs failed
+        return code
     found = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))
     for run in found["runs"]:
-        final = Path(run["folder"]) / "final"
+        final = folder / run["folder"] / "final"
         model = dm.load_model(final)
         tokenizer = load_tokenizer(final, model.config.vocab_size)
         prompt = tokenizer.encode(PROMPT)
-        (answer,) = dm.generate(model, [prompt], max_new_tokens=120, temperature=0.7, seed=0)
-        print(f"\n--- {run['arm']} goes on writing ---\n{PROMPT}{tokenizer.decode(answer)}")
+        (answer,) = dm.generate(model, [prompt], max_new_tokens=100, temperature=0.7, seed=0)
+        print(f"\n--- {run['arm']} goes on writing ---\n{PROMPT}{tokenizer.decode(answer).rstrip()}")
     return code
 
 

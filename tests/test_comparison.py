@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from depthmix.analysis.comparison import Run, compare, crossings, needed, reached, read_run, speed_up
+from depthmix.analysis.comparison import Row, Run, compare, crossings, needed, reached, read_run, speed_up
 from depthmix.analysis.comparison_figures import draw_comparison
 from depthmix.analysis.comparison_page import About, render
 from depthmix.analysis.statistics import POWER, estimate, interpolate, ratio, student
@@ -182,6 +182,23 @@ def test_noise_around_nothing_is_no_crossing() -> None:
     assert len(crossings(pairs[:1], "tokens")) > 5
 
 
+def test_speed_is_undecided_where_a_control_or_the_seeds_say_so() -> None:
+    """The machine was slower by 5 % whenever the control ran; then it was slow for one seed of the arm."""
+
+    def row(control: float, paces: Sequence[float]) -> Row:
+        runs = [run(a, s, pace=1e4 * p) for s in range(3) for a, p in (("base", 1), ("base again", control))]
+        runs += [run("arm", s, pace=1e4 * p) for s, p in enumerate(paces)]
+        return compare(runs, {"base again": "base", "arm": "base"}, ["base again"]).rows[1]
+
+    assert row(0.98, (0.8, 0.81, 0.82)).undecided == ""
+    assert "0.81 times base's tokens/s" in row(0.98, (0.8, 0.81, 0.82)).verdict
+    off = row(0.95, (0.8, 0.81, 0.82))
+    assert off.undecided == "a control is off by 0.05"
+    assert "tokens/s: undecided (a control is off by 0.05)" in off.verdict
+    assert "times base's tokens/s" not in off.verdict
+    assert row(1.0, (0.8, 0.6, 0.82)).undecided == "0.60 to 0.82 over seeds"
+
+
 def test_ratios_are_paired_and_geometric() -> None:
     found = ratio([2.0, 8.0], [1.0, 1.0])
     assert found.mean == pytest.approx(4)
@@ -243,6 +260,22 @@ def test_the_page_tells_all_and_its_pictures_exist(tmp_path: Path) -> None:
     assert len(tables) == 4
     for table in tables:
         assert len({line.count("|") for line in table.splitlines()}) == 1, "as many cells in every line"
+
+
+def test_what_is_undecided_is_not_on_the_page_as_a_number(tmp_path: Path) -> None:
+    runs = [run(a, s, gain=g, pace=1e4 * p) for s in (0, 1) for a, g, p in (("a", 0, 1), ("b", 0, 1.07), ("c", 0.1, 3))]
+    page = render(compare(runs, {"b": "a", "c": "a"}, ["b"]), {}, ABOUT, {}, tmp_path)
+    (line,) = re.findall(r"^\| c \| a \| undecided.*$", page, re.M)
+    assert "undecided (a control is off by 0.07)" in line
+    assert "3.000×" not in page
+    assert "`depthmix bench`" in page
+
+
+def test_curves_that_cross_often_are_told_by_their_last_crossing(tmp_path: Path) -> None:
+    base = run("base", 0, points=10)
+    wave = [loss + 0.1 * (-1) ** k for k, loss in enumerate(base.losses)]
+    found = compare([base, Run(**{**vars(base), "arm": "arm", "losses": tuple(wave)})], {"arm": "base"})
+    assert "950,000 tokens (arm ahead after, the last of 9 times)" in render(found, {}, ABOUT, {}, tmp_path)
 
 
 def test_a_page_of_one_seed_has_no_intervals(tmp_path: Path) -> None:

@@ -170,6 +170,24 @@ def test_arms_are_fitted_over_the_sizes_that_the_baseline_has(tmp_path: Path) ->
     assert page.count("| attnres |") == 1 + 4 + 5
 
 
+def test_the_factor_rests_on_the_sizes_that_both_have_and_the_verdict_on_the_largest() -> None:
+    """The baseline bends at its last size, which the arm does not have; sizes come in any order."""
+    base, arm = Law(a=3.0, b=0.06, unit=1e16), Law(a=2.9, b=0.06, unit=1e16)
+    sizes = [*enumerate(COMPUTE)]
+    points = [point("residual", str(k), c, base.loss(c) * (1.2 if k == 4 else 1)) for k, c in sizes[::-1]]
+    points += [point("attnres", str(k), c, arm.loss(c)) for k, c in sizes[:4]]
+    (verdict,) = scale(points).verdicts
+    assert "worth 1.76 times the compute of residual at 6.4e+16 FLOPs" in verdict
+
+
+def test_a_baseline_without_a_run_is_not_replaced_by_another_arm() -> None:
+    points = [point("attnres", str(k), c, 3 * c**-0.01) for k, c in enumerate(COMPUTE)]
+    found = scale(points, baseline="residual")
+    assert "attnres" in found.fits
+    assert (found.factors, found.verdicts) == ({}, [])
+    assert "residual: no law" in found.notes[0]
+
+
 def test_a_loss_that_does_not_fall_is_told() -> None:
     points = [point("residual", str(k), c, 2.0 + 0.01 * k) for k, c in enumerate(COMPUTE)]
     assert "does not fall with compute" in scale(points).notes[0]

@@ -16,10 +16,14 @@ import torch
 from depthmix.cli import main
 from depthmix.training.arms import Grid, Size, changed, equal_compute, make_arms, parse_sweep, per_parameter
 from depthmix.training.build import initial_model
+from depthmix.training.children import Clock, complete, free
+from depthmix.training.config import TrainConfig
 from depthmix.training.flops import flops_per_token
-from depthmix.training.study import Clock, complete, long_task, run_study
+from depthmix.training.publish import check_target
+from depthmix.training.study import long_task, run_study
 
 SMALL = {"data.rows": "2", "data.tokens_per_row": "32", "run.validate_batches": "2", "run.steps": "6"}
+PUBLISHED = ("config.toml", "metrics.jsonl", "result.json", "snapshots/step-00000006.safetensors")
 SIZES = [Size(depth=2, dim=16)]
 
 
@@ -76,17 +80,30 @@ def test_a_value_mixer_alone_goes_with_the_residual() -> None:
 
 
 def test_shapes_get_the_same_compute() -> None:
-    settings = {key: value for key, value in SMALL.items() if key != "run.steps"}
     sizes = [Size.of("2x64"), Size.of("8x32")]
-    arms = make_arms(grid("residual", "attnres", sizes=sizes, settings=settings), equal_compute(1e5))
+    arms = make_arms(
+        grid("residual", "attnres", sizes=sizes, settings={**SMALL, "run.steps": "1500"}), equal_compute(None)
+    )
     spent = [
         flops_per_token(a.config.model, a.config.data.tokens_per_row) * a.config.run.steps * a.config.tokens_per_step
         for a in arms
     ]
     assert spent[2] == pytest.approx(spent[0], rel=0.01)
-    assert arms[0].config.run.steps == arms[1].config.run.steps, "arms of a shape see the same tokens"
+    assert arms[0].config.run.steps == arms[1].config.run.steps == 1500, "arms of a shape see the same tokens"
     assert arms[2].config.run.steps != arms[0].config.run.steps
     assert [arm.baseline for arm in arms] == [None, "residual 2x64", "residual 2x64", "residual 8x32"]
+
+
+def test_a_length_or_a_size_that_is_none_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    for given, words in (
+        (["compare", "--depth", "2", "--tokens", "-5"], "-5 tokens for a run; expected a number above 0"),
+        (["compare", "--depth", "2", "--tokens", "5", "--set", "run.steps=5"], "tokens=5 beside run.steps=5"),
+        (["compare", "--shapes", "2x16,2x16"], "sizes 2x16, 2x16; expected each once"),
+        (["scaling", "--sizes", "2", "4", "--set", "run.steps=5"], "run.steps is the same for every size"),
+        (["scaling", "--sizes", "2"], "sizes 2; expected at least two"),
+    ):
+        assert main(given) == 2
+        assert words in capfd.readouterr().err
 
 
 def test_scaling_arms_have_tokens_by_their_parameters_and_a_baseline_of_their_own_size() -> None:
@@ -123,9 +140,25 @@ def test_a_study_refuses_what_it_could_not_compare(tmp_path: Path) -> None:
     arms = make_arms(grid("residual", sweeps={"data.tokens_per_row": ["16", "32"]}, settings={"run.steps": "2"}))
     with pytest.raises(ValueError, match=r"data.tokens_per_row differs between arms"):
         run_study(arms, seeds=1, folder=tmp_path)
-    for seeds, lrs, words in ((0, (), "seeds=0"), (1, (0.0,), "learning rates above 0")):
+    arms = make_arms(grid("residual", sweeps={"data.rows": ["2", "4"]}, settings={"run.steps": "2"}))
+    with pytest.raises(ValueError, match=r"data.rows × run.validate_batches differs between arms \(32, 64\)"):
+        run_study(arms, seeds=1, folder=tmp_path)
+    for changes, words in (
+        ({"seeds": 0}, "seeds=0"),
+        ({"jobs": 0}, "jobs=0"),
+        ({"lrs": (0.0,)}, "learning rates above 0"),
+        ({"lr_share": 2.0}, "lr_share=2.0"),
+    ):
         with pytest.raises(ValueError, match=words):
-            run_study(make_arms(grid("residual")), seeds=seeds, folder=tmp_path, lrs=lrs)
+            run_study(make_arms(grid("residual")), **{"seeds": 1, "folder": tmp_path, **changes})  # type: ignore[arg-type]
+
+
+def test_a_study_is_not_published_into_itself(tmp_path: Path) -> None:
+    check_target(None, tmp_path)
+    check_target(tmp_path / "docs", tmp_path / "study")
+    for target in (tmp_path / "study", tmp_path / "study" / "docs", tmp_path):
+        with pytest.raises(ValueError, match="lie in each other"):
+            check_target(target, tmp_path / "study")
 
 
 def test_the_time_left_follows_the_pace_of_each_arm() -> None:
@@ -137,18 +170,38 @@ def test_the_time_left_follows_the_pace_of_each_arm() -> None:
 
 
 def test_the_residual_against_itself_is_no_difference(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Trained twice, in processes of their own; a second start trains nothing."""
-    assert main(arguments(text, "residual", "residual")) == 0
+    """Trained twice, in processes of their own, two at once; a second start trains nothing and publishes it."""
+    assert main([*arguments(text, "residual", "residual"), "--jobs", "2"]) == 0
     out = capfd.readouterr().out
     assert "no difference from residual; the final losses are equal to the last bit in 2 seeds" in " ".join(out.split())
     found = json.loads(Path("study/comparison.json").read_text())
     assert found["rows"][0]["difference"]["values"] == [0.0, 0.0]
     assert len({run["folder"] for run in found["runs"]}) == 4
-    assert "no difference" in Path("study/comparison.md").read_text()
-    assert main([*arguments(text, "residual", "residual"), "--json"]) == 0
+    page = Path("study/comparison.md").read_text()
+    assert "no difference" in page
+    assert "runs: 2 at once" in page
+    given = [*arguments(text, "residual", "residual"), "--json", "--publish", "docs/first"]
+    assert main(given) == 0
     again = capfd.readouterr()
     assert again.err.count("complete already") == 4
     assert json.loads(again.out)["rows"] == found["rows"]
+    check_published(Path("docs/first"), Path("study"))
+
+
+def check_published(target: Path, study: Path) -> None:
+    """All that the page rests on, no weights, no path of this machine."""
+    files = {path.relative_to(target).as_posix() for path in target.rglob("*") if path.is_file()}
+    runs = [run["folder"] for run in json.loads((target / "comparison.json").read_text())["runs"]]
+    wanted = {"comparison.md", "comparison.json", *(f"{r}/{n}" for r in runs for n in PUBLISHED)}
+    assert wanted == {name for name in files if not name.startswith("figures/")}
+    assert {name for name in files if name.startswith("figures/")} == {
+        path.relative_to(study).as_posix() for path in (study / "figures").iterdir()
+    }
+    for run in runs:
+        text = (target / run / "config.toml").read_text()
+        digest = json.loads((target / run / "result.json").read_text())["config_digest"]
+        assert TrainConfig.from_toml(text).digest == digest
+        assert f'folder = "{run}"' in text
 
 
 def test_a_planted_difference_in_learning_rate_is_found(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -189,6 +242,22 @@ def test_a_study_that_was_killed_goes_on_and_finds_the_same(text: Path) -> None:
     assert [line["step"] for line in steps if line["kind"] == "train"] == [*range(1, 41)]
 
 
+def test_a_study_that_is_interrupted_stops_its_runs_with_checkpoints(text: Path) -> None:
+    command = [sys.executable, "-m", "depthmix", *arguments(text, "residual", "attnres", seeds=1), "--jobs", "2"]
+    command[command.index("run.steps=6")] = "run.steps=100000"
+    study = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    for _ in range(600):
+        if len([*Path("study").glob("runs/*/metrics.jsonl")]) == 2:
+            break
+        time.sleep(0.1)
+    study.send_signal(signal.SIGINT)
+    assert "the same command goes on from here" in study.communicate()[1]
+    assert study.returncode == 130
+    for folder in Path("study").glob("runs/*"):
+        assert free(folder), "nobody trains there any more"
+        assert [*folder.glob("checkpoints/step-*")]
+
+
 def test_a_damaged_result_is_made_again_and_other_data_has_its_own_folder(text: Path, tmp_path: Path) -> None:
     (arm,) = make_arms(grid("residual", data=str(text)))
     (task,) = run_study([arm], seeds=1, folder=tmp_path / "s").tasks
@@ -203,12 +272,24 @@ def test_a_damaged_result_is_made_again_and_other_data_has_its_own_folder(text: 
     assert long_task(arm, 0, None, tmp_path / "s", "other").folder != task.folder
 
 
+@pytest.mark.full
+def test_the_demo_ends_with_the_page_and_what_each_model_writes(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    small = [word for key, value in SMALL.items() if key != "run.steps" for word in ("--set", f"{key}={value}")]
+    given = ["out", "--depth", "2", "--dim", "16", "--tokens", "640", "--tokenizer", "bpe:300", "--data", str(text)]
+    script = Path(__file__).parents[1] / "examples" / "compare_demo.py"
+    assert subprocess.run([sys.executable, script, *given, *small], check=False).returncode == 0
+    out = capfd.readouterr().out
+    assert "the whole page: out/comparison.md" in out
+    assert out.count("goes on writing ---\ndef __init__(self, ") == 3
+    assert "depthmix compare --mixers residual block_attnres depth_attention" in Path("out/comparison.md").read_text()
+
+
 def test_scaling_fits_a_law_for_each_arm(text: Path) -> None:
     sets = [word for key, value in SMALL.items() if key != "run.steps" for word in ("--set", f"{key}={value}")]
-    given = ["scaling", "--mixers", "residual", "attnres", "--sizes", "2x16", "2x32", "4x32", "--tokens", "640"]
+    given = ["scaling", "--mixers", "residual", "attnres", "--sizes", "2x16", "4x32", "--tokens", "640"]
     assert main([*given, *sets, "--data", str(text), "--folder", "study"]) == 0
     found = json.loads(Path("study/scaling.json").read_text())
     assert set(found["fits"]) == {"residual", "attnres"}
-    assert len(found["factors"]["attnres"]) == 3
+    assert len(found["factors"]["attnres"]) == 2
     assert (Path("study") / "figures" / "scaling.png").is_file()
     assert "## Compute-equivalent factor" in Path("study/scaling.md").read_text()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,8 @@ from depthmix.analysis.statistics import CONFIDENCE, POWER, Estimate, estimate, 
 
 Axis = Literal["tokens", "seconds", "flops"]
 AXES: dict[Axis, str] = {"tokens": "tokens", "seconds": "wall-clock", "flops": "compute"}
+MARGIN = 0.03  # where a control's tokens/s differ from its baseline's by more, no ratio of tokens/s is decided
+SPREAD = 1.1  # nor where the largest ratio of a seed is more than so many times the smallest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +84,10 @@ class Row:
     seeds: tuple[int, ...]  # those that both have
     difference: Estimate | None = None  # of the final validation loss; below 0: the arm is better
     speed_ups: Mapping[Axis, Estimate | None] = field(default_factory=dict)
-    needed: Mapping[Axis, float | None] = field(
-        default_factory=dict
-    )  # by the baseline for the arm's loss, mean; None: beyond
+    needed: Mapping[Axis, float | None] = field(default_factory=dict)  # by the baseline, mean; None: beyond
     crossings: Mapping[Axis, list[Crossing]] = field(default_factory=dict)
     tokens_per_second: Estimate | None = None
+    undecided: str = ""  # why tokens/s and wall-clock say nothing here
     memory: Estimate | None = None
     parameters: float | None = None
     verdict: str = ""
@@ -109,8 +110,11 @@ class Comparison:
         return asdict(self)
 
 
-def compare(runs: Sequence[Run], baselines: Mapping[str, str]) -> Comparison:
-    """Each arm of `baselines` against the arm that it names, over the seeds that both have finished."""
+def compare(runs: Sequence[Run], baselines: Mapping[str, str], controls: Collection[str] = ()) -> Comparison:
+    """Each arm of `baselines` against the arm that it names, over the seeds that both have finished.
+
+    `controls` are arms that are their baseline once more: what their speed differs by is the machine's doing.
+    """
     found: dict[str, dict[int, Run]] = {}
     for run in runs:
         if not all(map(math.isfinite, run.losses)):
@@ -118,32 +122,53 @@ def compare(runs: Sequence[Run], baselines: Mapping[str, str]) -> Comparison:
         if run.seed in found.setdefault(run.arm, {}):
             raise ValueError(f"{run.arm} has two runs with seed {run.seed}; expected one")
         found[run.arm][run.seed] = run
-    rows = [row_of(arm, base, found.get(arm, {}), found.get(base, {})) for arm, base in baselines.items()]
+    pairs = {
+        arm: [(mine, found[base][seed]) for seed, mine in sorted(found.get(arm, {}).items()) if seed in found[base]]
+        for arm, base in baselines.items()
+        if base in found
+    }
+    off: dict[str, float] = {}  # by baseline: how far its control is from it
+    for arm in controls:
+        if pairs.get(arm):
+            off[baselines[arm]] = max(off.get(baselines[arm], 0.0), abs(speed_ratio(pairs[arm]).mean - 1))
+    rows = [row_of(arm, base, pairs.get(arm, []), off.get(base)) for arm, base in baselines.items()]
     return Comparison(runs=list(runs), rows=rows)
 
 
-def row_of(arm: str, base: str, mine: Mapping[int, Run], theirs: Mapping[int, Run]) -> Row:
-    seeds = tuple(seed for seed in sorted(mine) if seed in theirs)
-    if not seeds:
+def speed_ratio(pairs: Sequence[tuple[Run, Run]]) -> Estimate:
+    return ratio([a.tokens_per_second for a, _ in pairs], [b.tokens_per_second for _, b in pairs])
+
+
+def undecided(speed: Estimate, off: float | None) -> str:
+    """Each run is a process at a time of its own: what else the machine did is in its tokens/s."""
+    if off is not None and off > MARGIN:
+        return f"a control is off by {off:.2f}"
+    low, high = min(speed.values), max(speed.values)
+    return f"{low:.2f} to {high:.2f} over seeds" if high > SPREAD * low else ""
+
+
+def row_of(arm: str, base: str, pairs: Sequence[tuple[Run, Run]], off: float | None) -> Row:
+    if not pairs:
         verdict = f"{arm}: no statement, because no seed was finished by it and by {base}."
         return Row(arm=arm, baseline=base, seeds=(), verdict=verdict)
-    pairs = [(mine[seed], theirs[seed]) for seed in seeds]
     difference = estimate([a.final - b.final for a, b in pairs])
     speed_ups: dict[Axis, Estimate | None] = {axis: speed_up(pairs, axis) for axis in AXES}
-    speed = ratio([a.tokens_per_second for a, _ in pairs], [b.tokens_per_second for _, b in pairs])
+    speed = speed_ratio(pairs)
+    why = undecided(speed, off)
     memory = ratio([a.memory_bytes for a, _ in pairs], [b.memory_bytes for _, b in pairs])
     return Row(
         arm=arm,
         baseline=base,
-        seeds=seeds,
+        seeds=tuple(mine.seed for mine, _ in pairs),
         difference=difference,
         speed_ups=speed_ups,
         needed={axis: needed(pairs, axis) for axis in AXES},
         crossings={axis: crossings(pairs, axis) for axis in AXES},
         tokens_per_second=speed,
+        undecided=why,
         memory=memory,
         parameters=pairs[0][0].parameters / pairs[0][1].parameters,
-        verdict=verdict_of(arm, base, difference, speed_ups["tokens"], speed, memory),
+        verdict=verdict_of(arm, base, difference, speed_ups["tokens"], cost_of(base, speed, why, memory)),
     )
 
 
@@ -214,13 +239,16 @@ def zero_of(points: Sequence[tuple[float, float]]) -> float:
     raise ValueError("no sign change between the points")
 
 
-def verdict_of(
-    arm: str, base: str, difference: Estimate, speed_up: Estimate | None, speed: Estimate, memory: Estimate
-) -> str:
+def cost_of(base: str, speed: Estimate, undecided: str, memory: Estimate) -> str:
+    if undecided:
+        return f"it takes {memory.mean:.2f} times {base}'s memory; tokens/s: undecided ({undecided})"
+    return f"it trained at {speed.mean:.2f} times {base}'s tokens/s in {memory.mean:.2f} times its memory"
+
+
+def verdict_of(arm: str, base: str, difference: Estimate, speed_up: Estimate | None, cost: str) -> str:
     """One sentence, which says "no difference" where that is so."""
     size, n = f"{abs(difference.mean):.4f}", len(difference.values)
     side = "lower" if difference.mean < 0 else "higher"
-    cost = f"it trains at {speed.mean:.2f} times {base}'s tokens/s in {memory.mean:.2f} times its memory"
     if not any(difference.values):
         return f"{arm}: no difference from {base}; the final losses are equal to the last bit in {seeds_of(n)}; {cost}."
     if difference.low is None or difference.high is None:

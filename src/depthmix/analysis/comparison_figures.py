@@ -14,10 +14,11 @@ from depthmix.analysis.statistics import Estimate, estimate, interpolate
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # told apart by everyone
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", ":", "-.")
-POINTS = 60  # on a mean curve
+POINTS = 61  # on a mean curve
+BARS = 6  # on a curve of differences
 UNITS: dict[Axis, tuple[str, float]] = {
     "tokens": ("tokens (millions)", 1e6),
-    "seconds": ("seconds of training", 1.0),
+    "seconds": ("seconds of training, whatever else the machine did", 1.0),
     "flops": ("compute (PFLOP)", 1e15),
 }
 Sweeps = Mapping[str, Mapping[float, float | None]]  # of an arm: final loss by learning rate, None where a run failed
@@ -58,51 +59,64 @@ def draw_curves(comparison: Comparison, axis: Axis) -> Any:
         return None
     label, unit = UNITS[axis]
     figure = new_figure()
-    figure.set_size_inches(8, 6.4)
+    figure.set_size_inches(8, 6.8)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    places = {arm: (0.12 * k / len(arms), 0.12) for k, arm in enumerate(arms)}  # of markers: none hides another
     for k, arm in enumerate(arms):
         runs = [*comparison.of(arm).values()]
         for run in runs if len(runs) > 1 else []:
             above.plot([x / unit for x in run.axis(axis)], run.losses, linewidth=0.6, alpha=0.4, **style(k))
         grid, means = mean_curve(runs, axis)
-        marker = MARKERS[k % len(MARKERS)]
-        above.plot(
-            [x / unit for x in grid],
-            [mean.mean for mean in means],
-            linewidth=1.8,
-            label=arm,
-            marker=marker,
-            markevery=0.12,
-            markersize=4,
-            **style(k),
-        )
+        values = [mean.mean for mean in means]
+        look = {"marker": MARKERS[k % len(MARKERS)], "markevery": places[arm], "markersize": 4, **style(k)}
+        above.plot([x / unit for x in grid], values, linewidth=1.6, label=arm, **look)
     late = [loss for run in comparison.runs for loss in run.losses[len(run.losses) // 5 :]]
-    room = 0.06 * (max(late) - min(late)) or 0.01
-    above.set_ylim(min(late) - room, max(late) + room)  # the fall of the first fifth would flatten the rest
+    above.set_ylim(*around(late))  # the fall of the first fifth would flatten the rest
     above.set_ylabel("validation loss (nats a token)")
+    ends = [0.0]
     for row in comparison.rows:
         pairs = [(comparison.of(row.arm)[s], comparison.of(row.baseline)[s]) for s in row.seeds]
         if pairs:
-            k = arms.index(row.arm)
-            grid, means = mean_difference(pairs, axis)
-            xs = [x / unit for x in grid]
-            below.plot(xs, [mean.mean for mean in means], linewidth=1.5, **style(k))
-            if len(pairs) > 1:
-                low, high = ([getattr(mean, end) for mean in means] for end in ("low", "high"))
-                below.fill_between(xs, low, high, color=style(k)["color"], alpha=0.15, linewidth=0)
-    tail = [m for row in comparison.rows for m in late_differences(comparison, row.arm, row.baseline, row.seeds, axis)]
-    if tail:
-        reach = 1.3 * max(map(abs, tail)) or 0.01
-        below.set_ylim(-reach, reach)
+            ends += draw_difference(below, pairs, axis, arms.index(row.arm), len(arms))
+    below.set_ylim(*around(ends))
     below.axhline(0, color="0.5", linewidth=1)
     several = any(len(row.seeds) > 1 for row in comparison.rows)
-    below.set_ylabel("minus its baseline" + ("\n(band: 95 % interval)" if several else ""))
+    below.set_ylabel("minus its baseline" + ("\n(bars: 95 % interval)" if several else ""))
     below.set_xlabel(label)
     for part in (above, below):
         part.grid(color="0.92")
         part.set_axisbelow(True)
-    figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure
+
+
+def draw_difference(panel: Any, pairs: Sequence[tuple[Run, Run]], axis: Axis, k: int, arms: int) -> list[float]:
+    """One arm's, with bars at some points, beside those of other arms; returns what the scale must hold of it."""
+    grid, means = mean_difference(pairs, axis)
+    values = [mean.mean for mean in means]
+    xs = [x / UNITS[axis][1] for x in grid]
+    step = max(1, len(xs) // BARS)
+    at = range(len(xs) - 1 - step * k // arms, 0, -step) if len(xs) > 1 else range(1)
+    panel.plot(xs, values, linewidth=1.4, **style(k))
+    sides = [[values[i] - (means[i].low or 0.0) for i in at], [(means[i].high or 0.0) - values[i] for i in at]]
+    panel.errorbar(
+        [xs[i] for i in at],
+        [values[i] for i in at],
+        yerr=sides if len(pairs) > 1 else None,
+        fmt=MARKERS[k % len(MARKERS)],
+        color=style(k)["color"],
+        markersize=4,
+        linewidth=0.8,
+        capsize=2,
+    )
+    last = [end for end in (means[-1].low, means[-1].high) if end is not None]
+    return [*values[len(values) // 3 :], *last]  # the first third would flatten the rest
+
+
+def around(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    room = 0.06 * (high - low) or 0.01
+    return low - room, high + room
 
 
 def grid_of(runs: Sequence[Run], axis: Axis) -> list[float]:
@@ -121,13 +135,6 @@ def mean_difference(pairs: Sequence[tuple[Run, Run]], axis: Axis) -> tuple[list[
     grid = grid_of([run for pair in pairs for run in pair], axis)
     curves = [[(run.axis(axis), run.losses) for run in pair] for pair in pairs]
     return grid, [estimate([interpolate(x, *arm) - interpolate(x, *base) for arm, base in curves]) for x in grid]
-
-
-def late_differences(comparison: Comparison, arm: str, base: str, seeds: Sequence[int], axis: Axis) -> list[float]:
-    """Means of the last two thirds: what the scale of the picture must hold."""
-    pairs = [(comparison.of(arm)[s], comparison.of(base)[s]) for s in seeds]
-    means = mean_difference(pairs, axis)[1] if pairs else []
-    return [mean.mean for mean in means[len(means) // 3 :]]
 
 
 def draw_differences(comparison: Comparison) -> Any:

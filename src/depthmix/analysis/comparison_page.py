@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from depthmix.analysis.comparison import AXES, Axis, Comparison, Row
+from depthmix.analysis.comparison import AXES, MARGIN, SPREAD, Axis, Comparison, Crossing, Row
 from depthmix.analysis.comparison_figures import Sweeps
 from depthmix.analysis.statistics import Estimate
 
@@ -42,10 +42,7 @@ def render(comparison: Comparison, sweeps: Sweeps, about: About, figures: Mappin
     lines += picture(figures, "tokens", beside) + picture(figures, "seconds", beside)
     if comparison.rows:
         lines += ["", "## Cost", "", *table(COST_HEADINGS, [cost_cells(row) for row in comparison.rows])]
-        lines += [
-            "",
-            "Ratios to the baseline's, paired by seed; tokens/s hold for this machine and what else ran on it.",
-        ]
+        lines += ["", COST_NOTE]
         lines += [
             "",
             "## Effective speed-up",
@@ -67,6 +64,13 @@ LOSS_NOTE = (
     "95 % on its own: among many arms some will miss."
 )
 COST_HEADINGS = ("arm", "against", "tokens/s", "95 % interval", "peak memory", "parameters")
+COST_NOTE = (
+    "Ratios to the baseline's, paired by seed; memory is that of the whole process. Each run is a process at a time of "
+    "its own, so tokens/s and wall-clock hold what else the machine did meanwhile. They are undecided where a control "
+    f"(the baseline once more) differs from its baseline by more than {MARGIN}, or the largest ratio of a seed is more "
+    f"than {SPREAD} times the smallest; without a control they are not checked. The place for speed is `depthmix "
+    "bench`, where mechanisms take turns in one process."
+)
 SPEED_HEADINGS = ("arm", "against", *AXES.values(), "baseline's tokens for the same loss", "curves cross at")
 SPEED_NOTE = (
     "How much of the baseline's tokens, seconds and FLOPs one of the arm's is worth, where the better of two runs has "
@@ -94,38 +98,47 @@ def loss_cells(comparison: Comparison) -> list[Sequence[str]]:
             f"{statistics.mean(finals):.4f}",
             spread,
         )
-        cells.append((*mine, row.baseline if row else "", f"{d.mean:+.4f}" if d else "", interval(d, "+.4f")))
+        cells.append((*mine, row.baseline if row else "", signed(d.mean) if d else "", interval(d, "+.4f")))
     return cells
+
+
+def signed(value: float) -> str:
+    return f"{round(value, 4) + 0.0:+.4f}"  # no minus before a zero
 
 
 def cost_cells(row: Row) -> Sequence[str]:
     speed, memory = row.tokens_per_second, row.memory
     share = "" if row.parameters is None else f"{row.parameters:.4f}"
-    return (row.arm, row.baseline, factor(speed), interval(speed, ".3f"), factor(memory), share)
+    told = (f"undecided ({row.undecided})", "") if row.undecided else (factor(speed), interval(speed, ".3f"))
+    return (row.arm, row.baseline, *told, factor(memory), share)
 
 
 def speed_cells(row: Row) -> Sequence[str]:
     if not row.seeds:
         return (row.arm, row.baseline, *[""] * (len(AXES) + 2))
-    ups = [f"{factor(e)} {bracketed(e)}".strip() for e in (row.speed_ups.get(axis) for axis in AXES)]
+    ups = {axis: f"{factor(e)} {bracketed(e)}".strip() for axis, e in row.speed_ups.items()}
+    axes: list[Axis] = ["tokens", "seconds"]
+    if row.undecided:
+        ups["seconds"], axes = "undecided", ["tokens"]
     need = row.needed.get("tokens")
-    crossed = [
-        f"{amount(c.at, axis)} ({c.ahead} ahead after)" for axis in ("tokens", "seconds") for c in found(row, axis)
-    ]
+    crossed = [crossed_at(row.crossings[axis], axis) for axis in axes if row.crossings[axis]]
     return (
         row.arm,
         row.baseline,
-        *ups,
+        *(ups[axis] for axis in AXES),
         "beyond the run" if need is None else amount(need, "tokens"),
         "; ".join(crossed) or "nowhere",
     )
 
 
-def found(row: Row, axis: str) -> Sequence[Any]:
-    return row.crossings.get(axis, [])  # type: ignore[call-overload]
+def crossed_at(crossings: Sequence[Crossing], axis: Axis) -> str:
+    """The last one matters; curves of one seed that run side by side cross over and over."""
+    last = crossings[-1]
+    before = f", the last of {len(crossings)} times" if len(crossings) > 1 else ""
+    return f"{amount(last.at, axis)} ({last.ahead} ahead after{before})"
 
 
-def amount(value: float, axis: Axis | str) -> str:
+def amount(value: float, axis: Axis) -> str:
     return f"{value:,.0f} s" if axis == "seconds" else f"{value:,.0f} tokens"
 
 

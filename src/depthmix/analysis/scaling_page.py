@@ -48,32 +48,36 @@ class Scaling:
         return asdict(self)
 
 
-def scale(points: Sequence[Point], *, irreducible: bool = False) -> Scaling:
-    """A law for each arm, and what each arm is worth in the first one's compute.
+def scale(points: Sequence[Point], *, baseline: str | None = None, irreducible: bool = False) -> Scaling:
+    """A law for each arm, and what each arm is worth in the baseline's compute; the first arm's where none is named.
 
-    An arm is fitted over the sizes that the baseline has too, so that both laws rest on the same ones.
+    The factor of an arm rests on the sizes that both have, for both laws.
     """
     arms = list(dict.fromkeys(point.arm for point in points))
-    by_size = {arm: {p.size: p for p in points if p.arm == arm} for arm in arms}
+    base = baseline or arms[0]
+    by_size = {arm: {p.size: p for p in points if p.arm == arm} for arm in [base, *arms]}
     fits: dict[str, Fit] = {}
+    factors: dict[str, list[Factor]] = {}
     notes = []
-    for arm in arms:
-        shared = [size for size in by_size[arms[0]] if size in by_size[arm]]
-        chosen = [by_size[arm][size] for size in shared]
+    for arm, mine in by_size.items():
+        shared = [size for size in mine if size in by_size[base] or not by_size[base]]
         try:
-            fits[arm] = fit([p.compute for p in chosen], [p.loss for p in chosen], irreducible=irreducible)
+            fits[arm] = law_through([mine[size] for size in shared], irreducible)
         except ValueError as error:
             notes.append(f"{arm}: no law ({error})")
             continue
         if fits[arm].law.b <= 0:
-            notes.append(
-                f"{arm}: its loss does not fall with compute (b = {fits[arm].law.b:.4f}); the law says nothing"
-            )
-    factors: dict[str, list[Factor]] = {}
-    if arms and (base := fits.get(arms[0])) is not None:
-        factors = {arm: [factor_between(f, base, c) for c in base.compute] for arm, f in fits.items() if arm != arms[0]}
-    verdicts = [verdict_of(arm, arms[0], found[-1]) for arm, found in factors.items()]
+            notes.append(f"{arm}: its loss does not fall with compute (b = {fits[arm].law.b:.4f}); no law to trust")
+        if arm != base and base in fits:
+            theirs = [by_size[base][size] for size in shared]
+            beside = law_through(theirs, irreducible)
+            factors[arm] = [factor_between(fits[arm], beside, p.compute) for p in theirs]
+    verdicts = [verdict_of(arm, base, max(found, key=lambda f: f.compute)) for arm, found in factors.items()]
     return Scaling(points=list(points), fits=fits, factors=factors, verdicts=verdicts, notes=notes)
+
+
+def law_through(points: Sequence[Point], irreducible: bool) -> Fit:
+    return fit([p.compute for p in points], [p.loss for p in points], irreducible=irreducible)
 
 
 def render(scaling: Scaling, sweeps: Sweeps, about: About, figures: Mapping[str, Path], beside: Path) -> str:

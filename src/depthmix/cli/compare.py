@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json as json_format
 import platform
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import tyro
 
-from depthmix.analysis.comparison import Comparison, compare, read_run
+from depthmix.analysis.comparison import Comparison, Run, compare, read_run
 from depthmix.analysis.comparison_figures import draw_comparison
 from depthmix.analysis.comparison_page import LOSS_HEADINGS, About, loss_cells, render
 from depthmix.analysis.figures import new_figure
 from depthmix.training.arms import Grid, Size, equal_compute, make_arms, parse_sweep
 from depthmix.training.folder import write_text
+from depthmix.training.publish import check_target, publish_study
 from depthmix.training.study import Study, run_study, settings
 
 Several = tyro.conf.UseAppendAction[tuple[str, ...]]
@@ -38,11 +40,13 @@ def run(
     data: str = "stdlib",
     tokenizer: str = "bytes",
     set_: Annotated[Several, tyro.conf.arg(name="set", aliases=("-s",), metavar="KEY=VALUE")] = (),
+    jobs: int = 1,
+    publish: Path | None = None,
     json: bool = False,
 ) -> int:
     """Train several mechanisms on the same data and say what differs, with intervals.
 
-    Runs take turns, each in a process of its own; runs with the same seed have the same order of the data and the same
+    Each run is a process of its own; runs with the same seed have the same order of the data and the same
     initial weights where shapes agree, and are compared in pairs. Complete runs in the folder are used again and
     interrupted ones go on: start the same command again after anything that happened. Writes comparison.md,
     comparison.json and figures into the folder. Exit code 1 where a run failed; the others are compared nevertheless.
@@ -64,24 +68,36 @@ def run(
         data: stdlib, a folder, a text, JSONL or Parquet file, or hf:NAME.
         tokenizer: bytes, bpe:4096, or a tokenizer.json.
         set_: any field for all arms by its dotted key, such as run.precision=bfloat16; once for each.
+        jobs: runs at once, each with its share of the threads. Small models gain by it; tokens/s are then those of a
+            machine that is shared.
+        publish: also copy page, figures, comparison.json and, of each run, config.toml, metrics.jsonl, result.json and
+            snapshots into this folder: all but weights, checkpoints and logs.
         json: print the whole result as one object.
     """
     new_figure()  # tells where matplotlib is missing, before the first hour and not after it
     sizes = [Size.of(text) for text in shapes.split(",")] if shapes else [Size(depth=depth, dim=dim)]
+    check_target(publish, folder)
     grid = make_grid(mixers, sizes, sweep, set_, data, tokenizer)
-    arms = make_arms(grid, None if "run.steps" in grid.settings and not shapes else equal_compute(tokens))
+    if tokens is not None and "run.steps" in grid.settings:
+        raise ValueError(f"tokens={tokens:g} beside run.steps={grid.settings['run.steps']}; expected one of them")
+    arms = make_arms(grid, equal_compute(tokens))
     try:
-        study = run_study(arms, seeds=seeds, folder=folder, lrs=lrs, sweep_share=lr_share)
+        study = run_study(arms, seeds=seeds, folder=folder, lrs=lrs, lr_share=lr_share, jobs=jobs)
     except KeyboardInterrupt:
         print("\ndepthmix: stopped; the same command goes on from here", file=sys.stderr)
         return 130
-    comparison = compare(runs_of(study), {arm.label: arm.baseline for arm in arms if arm.baseline is not None})
+    configs = {arm.label: arm.config for arm in arms}
+    baselines = {arm.label: arm.baseline for arm in arms if arm.baseline is not None}
+    controls = [label for label, base in baselines.items() if configs[label] == configs[base]]
+    comparison = compare(runs_of(study), baselines, controls)
     about = about_of(study, seeds=seeds)
     figures = draw_comparison(comparison, study.sweeps, folder / "figures")
     page = folder / "comparison.md"
     write_text(page, render(comparison, study.sweeps, about, figures, folder))
     whole = as_json({"about": asdict(about), "learning_rates": study.sweeps, **comparison.to_dict()})
     write_text(folder / "comparison.json", whole)
+    if publish is not None:
+        publish_study(study, publish, [page, folder / "comparison.json", *figures.values()])
     print(whole, end="") if json else print_comparison(comparison, study.failures, page)
     return 1 if study.failures else 0
 
@@ -104,20 +120,26 @@ def make_grid(
     return Grid(mixers=mixers, sizes=sizes, sweeps=sweeps, settings=chosen, data=data, tokenizer=tokenizer)
 
 
-def runs_of(study: Study) -> list[Any]:
-    return [read_run(task.folder, arm=task.arm, seed=task.seed, lr=task.config.optimizer.lr) for task in study.tasks]
+def runs_of(study: Study) -> list[Run]:
+    """With folders as seen from the study's own, so that all of it can be moved."""
+    return [
+        replace(
+            read_run(task.folder, arm=task.arm, seed=task.seed, lr=task.config.optimizer.lr),
+            folder=task.folder.relative_to(study.folder).as_posix(),
+        )
+        for task in study.tasks
+    ]
 
 
 def about_of(study: Study, **more: Any) -> About:
     first = study.arms[0].config
     data = f"{first.data.source}, tokens {first.data.tokenizer}, digest {study.corpus.digest[:12]}"
-    threads = f"{torch.get_num_threads()} threads" if first.run.device == "cpu" else first.run.device
     return About(
-        command=" ".join(["depthmix", *sys.argv[1:]]),
-        machine=f"{platform.system()} {platform.machine()}, {threads}, torch {torch.__version__}",
+        command=shlex.join(["depthmix", *sys.argv[1:]]),
+        machine=f"{platform.system()} {platform.machine()}, {first.run.device}, torch {torch.__version__}",
         data=data,
         settings=settings(study, **more),
-        failures=study.failures,
+        failures={label: why.replace(f"{study.folder}/", "") for label, why in study.failures.items()},
     )
 
 

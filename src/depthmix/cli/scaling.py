@@ -14,6 +14,7 @@ from depthmix.analysis.scaling_page import LAW_HEADINGS, Point, Scaling, draw_sc
 from depthmix.cli.compare import Several, about_of, as_json, close, make_grid, runs_of, show_table
 from depthmix.training.arms import Size, make_arms, per_parameter
 from depthmix.training.folder import write_text
+from depthmix.training.publish import check_target, publish_study
 from depthmix.training.study import Study, run_study
 
 
@@ -31,6 +32,8 @@ def run(
     data: str = "stdlib",
     tokenizer: str = "bytes",
     set_: Annotated[Several, tyro.conf.arg(name="set", aliases=("-s",), metavar="KEY=VALUE")] = (),
+    jobs: int = 1,
+    publish: Path | None = None,
     json: bool = False,
 ) -> int:
     """Train several sizes of each mechanism, fit L = a C^(−b), and say what a mechanism is worth in compute.
@@ -52,26 +55,33 @@ def run(
         data: stdlib, a folder, a text, JSONL or Parquet file, or hf:NAME.
         tokenizer: bytes, bpe:4096, or a tokenizer.json.
         set_: any field for all arms by its dotted key; once for each.
+        jobs: runs at once, each with its share of the threads.
+        publish: also copy all but weights, checkpoints and logs into this folder.
         json: print the whole result as one object.
     """
     new_figure()
     grid = make_grid(mixers, [Size.of(size) for size in sizes], sweep, set_, data, tokenizer)
-    if len(set(map(str, grid.sizes))) < max(2, len(grid.sizes)):
-        raise ValueError(f"sizes {' '.join(sizes)}; expected at least two, each once")
-    budget = per_parameter(tokens_per_parameter) if tokens is None else lambda config: tokens
+    if len(sizes) < 2:
+        raise ValueError(f"sizes {' '.join(sizes)}; expected at least two")
+    if "run.steps" in grid.settings:
+        raise ValueError("run.steps is the same for every size; expected --tokens or --tokens-per-parameter instead")
+    check_target(publish, folder)
+    budget = per_parameter(tokens_per_parameter) if tokens is None else lambda config, asked: tokens
     arms = make_arms(grid, budget, across_sizes=False)
     try:
-        study = run_study(arms, seeds=seeds, folder=folder, lrs=lrs, sweep_share=lr_share)
+        study = run_study(arms, seeds=seeds, folder=folder, lrs=lrs, lr_share=lr_share, jobs=jobs)
     except KeyboardInterrupt:
         print("\ndepthmix: stopped; the same command goes on from here", file=sys.stderr)
         return 130
-    scaling = scale(points_of(study), irreducible=irreducible)
+    scaling = scale(points_of(study), baseline=arms[0].mixer, irreducible=irreducible)
     about = about_of(study, seeds=seeds)
     figures = draw_scaling(scaling, folder / "figures")
     page = folder / "scaling.md"
     write_text(page, render(scaling, study.sweeps, about, figures, folder))
     whole = as_json({"about": asdict(about), "learning_rates": study.sweeps, **scaling.to_dict()})
     write_text(folder / "scaling.json", whole)
+    if publish is not None:
+        publish_study(study, publish, [page, folder / "scaling.json", *figures.values()])
     print(whole, end="") if json else print_scaling(scaling, study, page)
     return 1 if study.failures else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from depthmix.training.config import TrainConfig, override
 from depthmix.training.flops import flops_per_token
 
 VALIDATIONS, DEPTHS, CHECKPOINTS = 25, 10, 10  # of a run, where nothing else is asked for
-Budget = Callable[[TrainConfig], float]  # tokens for a size, told by its baseline's configuration
+Budget = Callable[[TrainConfig, float], float]  # tokens of a size: from its baseline's configuration and its own wish
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ def make_arms(grid: Grid, budget: Budget | None = None, *, across_sizes: bool = 
 
     Args:
         grid: see there.
-        budget: tokens of a size; None: the dial's 20 for each parameter.
+        budget: tokens of a size; None: as run.steps says, or the dial's 20 for each parameter.
         across_sizes: compare the baseline of each further size with the first one's.
     """
     check_keys(grid)
@@ -71,7 +72,8 @@ def make_arms(grid: Grid, budget: Budget | None = None, *, across_sizes: bool = 
         tokens = 0.0
         for name, config in variants(grid, size):
             if first is None:
-                tokens = asked_tokens(grid, config) if budget is None else budget(config)
+                asked = asked_tokens(grid, config)
+                tokens = asked if budget is None else budget(config, asked)
             told = f"{name} {size}" if len(grid.sizes) > 1 else name
             label, again = told, 1
             while label in {arm.label for arm in arms}:
@@ -92,13 +94,13 @@ def make_arms(grid: Grid, budget: Budget | None = None, *, across_sizes: bool = 
 
 
 def equal_compute(tokens: float | None) -> Budget:
-    """`tokens` for the first size (None: 20 a parameter), and for the others so many that the FLOPs are the same."""
+    """`tokens` for the first size (None: its own wish), and for the others so many that the FLOPs are the same."""
     spent: list[float] = []
 
-    def budget(config: TrainConfig) -> float:
+    def budget(config: TrainConfig, asked: float) -> float:
         each = flops_per_token(config.model, config.data.tokens_per_row)
         if not spent:
-            spent.append(each * (tokens or dial_tokens(config)))
+            spent.append(each * (asked if tokens is None else tokens))
         return spent[0] / each
 
     return budget
@@ -106,15 +108,11 @@ def equal_compute(tokens: float | None) -> Budget:
 
 def per_parameter(tokens: float) -> Budget:
     """So many tokens for each parameter that a token uses, without embeddings."""
-    return lambda config: tokens * count_parameters(config.model).active_without_embeddings
-
-
-def dial_tokens(config: TrainConfig) -> float:
-    return per_parameter(20)(config)
+    return lambda config, asked: tokens * count_parameters(config.model).active_without_embeddings
 
 
 def asked_tokens(grid: Grid, config: TrainConfig) -> float:
-    return config.run.steps * config.tokens_per_step if "run.steps" in grid.settings else dial_tokens(config)
+    return config.run.steps * config.tokens_per_step if "run.steps" in grid.settings else per_parameter(20)(config, 0)
 
 
 def variants(grid: Grid, size: Size) -> Iterator[tuple[str, TrainConfig]]:
@@ -149,6 +147,8 @@ def applies(config: TrainConfig, key: str) -> bool:
 def check_keys(grid: Grid) -> None:
     if not grid.mixers or not grid.sizes:
         raise ValueError("a study needs at least one mechanism and one size")
+    if len(set(grid.sizes)) < len(grid.sizes):
+        raise ValueError(f"sizes {', '.join(map(str, grid.sizes))}; expected each once")
     bases = [TrainConfig.from_dial(2, mixer, tokenizer=grid.tokenizer) for mixer in grid.mixers]
     for key in (*grid.sweeps, *grid.settings):
         if not any(applies(config, key) for config in bases):
@@ -161,6 +161,8 @@ def check_keys(grid: Grid) -> None:
 
 def with_tokens(config: TrainConfig, tokens: float, settings: Mapping[str, str]) -> TrainConfig:
     """So many steps that they hold `tokens`, and as many looks as a curve needs, unless told otherwise."""
+    if not 0 < tokens < math.inf:
+        raise ValueError(f"{tokens:g} tokens for a run; expected a number above 0")
     steps = max(1, round(tokens / config.tokens_per_step))
     looks = {"validate_every": VALIDATIONS, "depth_every": DEPTHS, "checkpoint_every": CHECKPOINTS}
     every = {name: max(1, steps // count) for name, count in looks.items() if f"run.{name}" not in settings}
