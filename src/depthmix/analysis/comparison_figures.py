@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from depthmix.analysis.comparison import Axis, Comparison, Run
-from depthmix.analysis.figures import new_figure
+from depthmix.analysis.figures import new_figure, save
 from depthmix.analysis.statistics import Estimate, estimate, interpolate
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # told apart by everyone
@@ -38,14 +37,6 @@ def draw_comparison(comparison: Comparison, sweeps: Sweeps, folder: Path) -> dic
             drawn[name] = folder / f"{name}.png"
             save(figure, drawn[name])
     return drawn
-
-
-def save(figure: Any, target: Path) -> None:
-    """Written beside and renamed."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.png")
-    figure.savefig(beside, dpi=130)
-    beside.replace(target)
 
 
 def style(k: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from depthmix.analysis.trace import Trace
+from depthmix.models.files import replacing
 
 
 def heat_map(trace: Trace, path: str | os.PathLike[str], title: str | None = None) -> None:
@@ -37,11 +38,12 @@ def heat_maps(
         matrix, what = shown_matrix(trace)
         note = ", ".join(filter(None, [notes[k] if notes else "", what]))
         draw(axes.flat[k], matrix, title, note, detailed=len(traces) == 1)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}{target.suffix}")
-    figure.savefig(beside, dpi=130)
-    beside.replace(target)
+    save(figure, Path(path))
+
+
+def save(figure: Any, target: Path) -> None:
+    with replacing(target) as part:
+        figure.savefig(part, dpi=130, format=target.suffix[1:])
 
 
 def shown_matrix(trace: Trace) -> tuple[Tensor, str]:

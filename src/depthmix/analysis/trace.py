@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from depthmix import ops
 from depthmix.analysis.structure import effective_rank, row_sums, semiseparable_rank, sinks
 from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, State
+from depthmix.models.files import replacing
 
 TraceKind = Literal["scalar", "head", "channel", "operator"]
 TENSORS = ("M", "sources", "inputs", "parts", "values")
@@ -104,20 +105,10 @@ class Trace:
         from safetensors.torch import save_file
 
         target = Path(path)
-        beside = target.with_name(f"{target.name}.{os.getpid()}.part")
         tensors = {name: t for name in TENSORS if (t := getattr(self, name)) is not None}
         about = json.dumps({field: getattr(self, field) for field in ABOUT})
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            save_file({k: t.contiguous() for k, t in tensors.items()}, beside, {"depthmix.trace": about})
-            with beside.open("rb+") as file:
-                os.fsync(file.fileno())
-            mask = os.umask(0)
-            os.umask(mask)
-            beside.chmod(0o666 & ~mask)  # as any file that a user writes
-            beside.replace(target)
-        finally:
-            beside.unlink(missing_ok=True)
+        with replacing(target) as part:
+            save_file({k: t.contiguous() for k, t in tensors.items()}, part, {"depthmix.trace": about})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:

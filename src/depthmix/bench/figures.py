@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from depthmix.analysis.figures import new_figure
+from depthmix.analysis.figures import new_figure, save
 from depthmix.bench.read import BOTH, FORWARD
 from depthmix.bench.report import CONTROL, Report, Row
 from depthmix.bench.timing import MARGIN
@@ -33,13 +32,6 @@ def draw_all(report: Report, folder: Path) -> dict[str, Path]:
             drawn[name] = folder / f"{name}.png"
             save(figure, drawn[name])
     return drawn
-
-
-def save(figure: Any, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.png")
-    figure.savefig(beside, dpi=130)
-    beside.replace(target)
 
 
 def draw_read(report: Report) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from depthmix.bench.timing import FEWEST, MARGIN, Ratio, Samples, pool
+from depthmix.models.files import write_text
 
 BASELINE, CONTROL = "residual", "residual again"
 
@@ -80,17 +80,6 @@ class Report:
 
     def save(self, path: Path) -> None:
         write_text(path, self.to_json() + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Beside, flushed, then renamed: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
 
 
 def ratio_rows(

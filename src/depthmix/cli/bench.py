@@ -16,9 +16,9 @@ from depthmix.bench import PARTS, ChildFailed, Part, Report, Settings, run_suite
 from depthmix.bench.figures import draw_all
 from depthmix.bench.model import options_for
 from depthmix.bench.page import figure_text, interval_text, name_of, render
-from depthmix.bench.report import write_text
 from depthmix.bench.suite import FOCUS
 from depthmix.mechanisms import list_mechanisms, mechanism
+from depthmix.models.files import write_text
 
 BOUNDS = {  # what is aimed at; the figures stand beside them, whatever they are
     "ops.attend, forward": 3.0,

@@ -18,8 +18,8 @@ from depthmix.analysis.comparison import Comparison, Run, compare, read_run
 from depthmix.analysis.comparison_figures import draw_comparison
 from depthmix.analysis.comparison_page import LOSS_HEADINGS, About, loss_cells, render
 from depthmix.analysis.figures import new_figure
+from depthmix.models.files import write_text
 from depthmix.training.arms import Grid, Size, equal_compute, make_arms, parse_sweep
-from depthmix.training.folder import write_text
 from depthmix.training.publish import check_target, publish_study
 from depthmix.training.study import Study, run_study, settings
 

@@ -12,8 +12,8 @@ import tyro
 from depthmix.analysis.figures import new_figure
 from depthmix.analysis.scaling_page import LAW_HEADINGS, Point, Scaling, draw_scaling, law_cells, render, scale
 from depthmix.cli.compare import Several, about_of, as_json, close, make_grid, runs_of, show_table
+from depthmix.models.files import write_text
 from depthmix.training.arms import Size, make_arms, per_parameter
-from depthmix.training.folder import write_text
 from depthmix.training.publish import check_target, publish_study
 from depthmix.training.study import Study, run_study
 

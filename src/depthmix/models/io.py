@@ -7,12 +7,10 @@ of its weights, and a reader takes the one that fits. So a save that is interrup
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from depthmix.models.config import DecoderConfig
 from depthmix.models.decoder import Decoder
+from depthmix.models.files import beside, digest, flush
 
 FORMAT = 1
 WEIGHTS, CONFIG, STAGED = "model.safetensors", "config.json", "config.json.new"
@@ -169,36 +168,3 @@ def version() -> str:
         return importlib.metadata.version("depthmix")
     except importlib.metadata.PackageNotFoundError:  # run from its sources
         return "unknown"
-
-
-def digest(path: Path) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            found.update(block)
-    return found.hexdigest()
-
-
-@contextmanager
-def beside(target: Path) -> Iterator[Path]:
-    """A path next to `target`, which is gone afterwards unless it was renamed."""
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")
-    try:
-        yield part
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def flush(path: Path) -> None:
-    """Onto the disk, a file's content or a folder's names; a file gets the mode that any new one has."""
-    if path.is_file():
-        mask = os.umask(0)
-        os.umask(mask)
-        path.chmod(0o666 & ~mask)
-    elif os.name == "nt":  # folders cannot be opened there
-        return
-    handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from depthmix.models.io import digest, flush
+from depthmix.models.files import digest, flush
 from depthmix.training import ranks
 
 FORMAT = 1

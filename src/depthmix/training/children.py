@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 
+from depthmix.models.files import write_text
 from depthmix.training.config import TrainConfig
 from depthmix.training.flops import flops_per_token
-from depthmix.training.folder import Result, finished, locked, stopping, write_text
+from depthmix.training.folder import Result, finished, locked, stopping
 
 TRAIN = (sys.executable, "-m", "depthmix", "train", "--config")  # and the file
 LOG, ASKED = "log.txt", "asked.toml"

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthmix.models.io import digest, flush, version
+from depthmix.models.files import digest, flush
+from depthmix.models.io import version
 from depthmix.training.batches import Batches, Tokens, validation_batches
 from depthmix.training.corpus import Census, Progress, Source, census, open_source, watched
 from depthmix.training.tokenize import FILE, SHARD, Writer, full_name, make_encoder, write_shards

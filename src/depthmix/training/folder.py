@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from depthmix.models.io import flush
+from depthmix.models.files import write_text
 from depthmix.training import ranks
 from depthmix.training.build import read_config
 from depthmix.training.checkpoint import checkpoints
@@ -122,14 +122,6 @@ def write_result(folder: Path, result: Result) -> Result:
     if ranks.rank() == 0:
         write_text(folder / RESULT, json.dumps(dataclasses.asdict(result), indent=2) + "\n")
     return result
-
-
-def write_text(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    flush(part)
-    part.replace(path)
-    flush(path.parent)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.models import Decoder
-from depthmix.models.io import beside, flush
+from depthmix.models.files import replacing, write_text
 from depthmix.training import ranks
 from depthmix.training.build import disk_errors
 
@@ -33,10 +33,7 @@ class Metrics:
         """Lines beyond `step` are of a future that a restart runs again: they go, and so does half a line."""
         self.track, self.end = make_tracker(tracker, path.parent, step)
         kept = [line for line in read_metrics(path) if line["step"] <= step]
-        part = path.with_name(path.name + ".part")
-        part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        flush(part)
-        part.replace(path)
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self.file = path.open("a", encoding="utf-8")
 
     def write(self, line: Mapping[str, Any]) -> None:
@@ -182,13 +179,9 @@ def mixing(model: Decoder, tokens: Tensor, trace: Tracer | None) -> dict[str, Te
 def save_snapshot(path: Path, step: int, config: Any, found: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     about = {"step": str(step), "mixer": json.dumps(config.mixer.to_dict())}
-    with beside(path) as part:
-        with disk_errors():
-            save_file({name: tensor.float().contiguous() for name, tensor in found.items()}, part, about)
-        flush(part)
-        part.replace(path)
+    with replacing(path) as part, disk_errors():
+        save_file({name: tensor.float().contiguous() for name, tensor in found.items()}, part, about)
 
 
 def largest_layer(model: Decoder, loss: Callable[[], Tensor]) -> str:

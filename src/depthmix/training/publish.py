@@ -7,8 +7,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from depthmix.models.files import write_text
 from depthmix.training.arms import changed
-from depthmix.training.folder import CONFIG, RESULT, write_text
+from depthmix.training.folder import CONFIG, RESULT
 from depthmix.training.study import Study
 
 COPIED = ("metrics.jsonl", RESULT)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from depthmix.models.io import digest, flush
+from depthmix.models.files import digest, flush
 from depthmix.training.corpus import Piece, package
 
 SHARD = 64 << 20  # bytes, at most
