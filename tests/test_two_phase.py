@@ -309,14 +309,40 @@ def test_processes_that_race_for_the_kernel_all_get_it(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_compiled_code_takes_plain_operations_and_agrees() -> None:
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize(("name", "options"), [("block_attnres", {"block_sublayers": 3}), ("attnres", {})])
+def test_compiled_code_takes_the_native_read_as_an_operator_or_plain_operations(
+    name: str, options: dict[str, Any], backend: Any
+) -> None:
     torch._dynamo.reset()
-    model = Block("block_attnres", 8, 6, block_sublayers=3).double()
+    model = Block(name, 8, 6, **options).double()
     with torch.no_grad():
         for p in model.depth.parameters():
             p.add_(0.3 * torch.randn_like(p))
-    x = torch.randn(3, 8, dtype=torch.float64)
-    with counted(native, closed) as calls:
-        out = torch.compile(model, fullgraph=True, backend="aot_eager")(x)
-    assert calls == []
-    assert torch.allclose(out, model(x), rtol=1e-12, atol=1e-12)
+    leaves = [torch.randn(3, 8, dtype=torch.float64, requires_grad=True), *model.depth.parameters()]
+    with counted(native, closed) as calls, ops.using(backend):
+        out = torch.compile(model, fullgraph=True, backend="aot_eager")(leaves[0])
+        found = torch.autograd.grad(out.sin().sum(), leaves)
+    served = native.library() is not None and backend == "auto"
+    assert {kind for kind, *_ in calls} == ({"native"} if served else set())
+    plain = model(leaves[0])
+    assert torch.allclose(out, plain, rtol=1e-12, atol=1e-12)
+    for ours, eager in zip(found, torch.autograd.grad(plain.sin().sum(), leaves), strict=True):
+        assert torch.allclose(ours, eager, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(("queries", "with_prior"), [(1, False), (3, False), (1, True)])
+@pytest.mark.skipif(native.library() is None, reason="needs the native backend")
+def test_the_native_read_is_a_sound_operator(queries: int, with_prior: bool) -> None:
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    prior = (leaf(5, 8), leaf(1, 5)) if with_prior else (None, None)
+    arguments = ([leaf(5, 8) for _ in range(4)], leaf(queries, 8), *prior, True, 1e-6, 1.0)
+    torch.library.opcheck(torch.ops.depthmix.attend.default, arguments)
+
+
+def test_an_exported_program_runs_without_depthmix() -> None:
+    model = Block("block_attnres", 8, 6, block_sublayers=3)
+    program = torch.export.export(model, (torch.randn(3, 8),))
+    assert not [node for node in program.graph.nodes if "depthmix" in str(node.target)]

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthmix.ops import closed, fused, native, reference, traced
-from depthmix.ops.backend import backend_for, chosen, takes_fused, traced_by_torch
+from depthmix.ops import closed, fused, native, operators, reference, traced
+from depthmix.ops.backend import backend_for, chosen, takes_fused, takes_operators, traced_by_torch
 from depthmix.ops.streams import weighted_sum
 
 
@@ -77,7 +77,8 @@ def mixtures(
     With one query a prior may join, the result (h, lse) over other sources: phase 2 of the two-phase computation.
     """
     if traced_by_torch():
-        return traced.attend(sources, folded, prior, normalize=normalize, eps=eps, scale=scale)
+        form = operators if takes_operators([*sources, folded, *(prior or ())]) else traced
+        return form.attend(sources, folded, prior, normalize=normalize, eps=eps, scale=scale)
     if chosen() == "reference":
         return reference.attend(sources, folded, prior, normalize=normalize, eps=eps, scale=scale)
     h, lse = prior or (None, None)

@@ -44,11 +44,23 @@ def chosen() -> Backend:
 
 def traced_by_torch() -> bool:
     """Compilers and functional transforms want plain operations: they make backward passes of their own."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
-    )
+    return torch.compiler.is_compiling() or functional()
+
+
+def functional() -> bool:
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def takes_operators(tensors: Sequence[Tensor]) -> bool:
+    """Whether a compiler is given the native read as an operator; an exported program must run without us."""
+    if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or functional():
+        return False
+    return native_wanted() and native.fits(tensors)
+
+
+@torch.compiler.assume_constant_result
+def native_wanted() -> bool:
+    return chosen() in ("auto", "native") and native.library() is not None
 
 
 def takes_fused(sources: Sequence[Tensor], folded: Tensor, *, normalize: bool) -> bool:

@@ -1,0 +1,109 @@
+"""The native read as operators of torch: a compiler takes them as they are, instead of making loops of its own.
+
+Their backward pass keeps what that of the eager read keeps: references to the sources and numbers per token.
+
+Axes: ... any leading shape, D channel, S source, Q query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthmix.ops import native
+
+FORWARD = "(Tensor[] v, Tensor c, Tensor? prior, Tensor? prior_lse, bool normalize, float eps, float scale) -> Tensor[]"
+BACKWARD = (
+    "(Tensor[] v, Tensor c, Tensor? h, Tensor? prior_lse, Tensor rstd, Tensor weights, Tensor lse, Tensor?[] grad_h, "
+    "Tensor? grad_lse, bool normalize, float scale) -> Tensor[]"
+)
+
+
+def attend(
+    sources: Sequence[Tensor],
+    folded: Tensor,
+    prior: tuple[Tensor, Tensor] | None = None,
+    *,
+    normalize: bool = True,
+    eps: float = 1e-6,
+    scale: float = 1.0,
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """As `reference.attend`."""
+    queries = folded.shape[0]
+    h, lse = prior or (None, None)
+    out = forward_op(list(sources), folded.contiguous(), h, lse, normalize, eps, scale)
+    return tuple(out[:queries]), out[queries].unbind(0)
+
+
+@torch.library.custom_op("depthmix::attend", mutates_args=(), schema=FORWARD)
+def forward_op(
+    v: Sequence[Tensor],
+    c: Tensor,
+    prior: Tensor | None,
+    prior_lse: Tensor | None,
+    normalize: bool,
+    eps: float,
+    scale: float,
+) -> list[Tensor]:
+    """[h of each query, lse [Q, ...], 1/rms [..., S], weights [..., Q, S]]."""
+    v, (c, prior, prior_lse) = dense(v), dense([c, prior, prior_lse])
+    h, lse, rstd, weights = native.forward(v, c, prior, prior_lse, normalize=normalize, eps=eps, scale=scale)
+    return [*h, lse, rstd, weights]
+
+
+@torch.library.custom_op("depthmix::attend_backward", mutates_args=(), schema=BACKWARD)
+def backward_op(
+    v: Sequence[Tensor],
+    c: Tensor,
+    h: Tensor | None,
+    prior_lse: Tensor | None,
+    rstd: Tensor,
+    weights: Tensor,
+    lse: Tensor,
+    grad_h: Sequence[Tensor | None],
+    grad_lse: Tensor | None,
+    normalize: bool,
+    scale: float,
+) -> list[Tensor]:
+    """Gradients of each source and of c; with a prior, of its mixture and its log-sum-exp too."""
+    of_lse = [None] * len(c) if grad_lse is None else list(grad_lse.contiguous().unbind(0))
+    numbers = dense([c, h, prior_lse, rstd, weights, lse])
+    of_v, *rest = native.backward(dense(v), *numbers, dense(grad_h), of_lse, normalize=normalize, scale=scale)
+    return [*of_v, *(gradient for gradient in rest if gradient is not None)]
+
+
+def dense(tensors: Sequence[Tensor | None]) -> list[Any]:
+    return [None if t is None else t.contiguous() for t in tensors]
+
+
+@forward_op.register_fake
+def _(v: Sequence[Tensor], c: Tensor, prior: Any, prior_lse: Any, *options: Any) -> list[Tensor]:
+    lead, queries = v[0].shape[:-1], c.shape[0]
+    numbers = [(queries, *lead), (*lead, len(v)), (*lead, queries, len(v))]
+    return [*(v[0].new_empty(v[0].shape) for _ in range(queries)), *map(v[0].new_empty, numbers)]
+
+
+@backward_op.register_fake
+def _(v: Sequence[Tensor], c: Tensor, h: Any, prior_lse: Tensor | None, *rest: Any) -> list[Tensor]:
+    alike = [*v, c] if prior_lse is None else [*v, c, v[0], prior_lse]
+    return [t.new_empty(t.shape) for t in alike]
+
+
+def keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    v, c, prior, prior_lse, ctx.normalize, _, ctx.scale = inputs
+    *h, lse, rstd, weights = output
+    ctx.save_for_backward(*v, c, None if prior is None else h[0], prior_lse, rstd, weights, lse)
+
+
+def backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    *v, c, h, prior_lse, rstd, weights, lse = ctx.saved_tensors
+    *grad_h, grad_lse, _, _ = grads
+    found = backward_op(v, c, h, prior_lse, rstd, weights, lse, grad_h, grad_lse, ctx.normalize, ctx.scale)
+    of_v, (of_c, *of_prior) = found[: len(v)], found[len(v) :]
+    return of_v, of_c, *(of_prior or [None, None]), None, None, None
+
+
+forward_op.register_autograd(backward, setup_context=keep)
