@@ -20,7 +20,7 @@ from depthmix.ops.native.pool import SMALLEST, sizes
 pytestmark = pytest.mark.skipif(
     native.library() is None or not os.path.exists("/proc/self"), reason="needs the native backend on Linux"
 )
-TOKENS, DIM = 1024, 1024  # 4 MiB in float32, the smallest that the pool serves
+TOKENS, DIM = 256, 1024  # 1 MiB in float32, the smallest that the pool serves
 
 
 @pytest.fixture(autouse=True)

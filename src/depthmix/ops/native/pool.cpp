@@ -38,7 +38,7 @@ struct DLManagedTensor {
 constexpr int32_t CPU = 1;
 constexpr uint8_t FLOAT = 2;
 constexpr int AXES = 8;
-constexpr int64_t PAGE = 1 << 21;  // a large page
+constexpr int64_t PAGE = 1 << 21, SMALL_PAGE = 1 << 12;  // a large page, where a block begins, and a plain one
 
 struct Block {
     DLManagedTensor handle;
@@ -126,7 +126,7 @@ extern "C" void *pool_take(int32_t ndim, const int64_t *shape, int32_t bits) {
     int64_t count = 1;
     for (int i = 0; i < ndim; ++i) count *= shape[i];
     if (ndim > AXES) return nullptr;
-    Block *block = pool().take((count * (bits / 8) + PAGE - 1) / PAGE * PAGE);
+    Block *block = pool().take((count * (bits / 8) + SMALL_PAGE - 1) / SMALL_PAGE * SMALL_PAGE);
     if (!block) return nullptr;
     int64_t stride = 1;
     for (int i = ndim; i-- > 0; stride *= shape[i]) block->shape[i] = shape[i], block->strides[i] = stride;

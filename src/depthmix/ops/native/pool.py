@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-SMALLEST = 1 << 22  # bytes; what is smaller the C library rarely hands back to the system
+SMALLEST = 1 << 20  # bytes; what is smaller the C library rarely hands back to the system
 CAPSULE = b"dltensor"  # the capsule keeps a pointer to this name: it must outlive it
 
 new_capsule: Callable[..., Any] = ctypes.pythonapi.PyCapsule_New
