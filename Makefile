@@ -47,9 +47,9 @@ matrices: $(VENV)/dev
 study: $(VENV)/dev
 	$(BIN)/depthmix compare $(STUDY) --folder studies/first --publish docs/results/first_study $(ARGS)
 
-STUDY := --mixers residual denseformer mhc block_attnres attnres depth_attention residual \
-  --depth 24 --dim 96 --tokens 1.5e6 --seeds 3 --lrs 2.5e-3 5e-3 1e-2 --jobs 2 \
-  --set data.rows=8 --set run.validate_every=46
+STUDY := --mixers residual denseformer mhc block_attnres attnres depth_attention \
+  --depth 24 --dim 96 --tokens 1.8e6 --seeds 3 --lrs 2.5e-3 5e-3 1e-2 --jobs 2 \
+  --set data.rows=8 --set run.validate_every=50
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

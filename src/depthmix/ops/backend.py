@@ -58,7 +58,7 @@ def takes_operators(tensors: Sequence[Tensor]) -> bool:
     return native_wanted() and native.fits(tensors)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def native_wanted() -> bool:
     return chosen() in ("auto", "native") and native.library() is not None
 

@@ -70,8 +70,11 @@ def backward_op(
 ) -> list[Tensor]:
     """Gradients of each source and of c; with a prior, of its mixture and its log-sum-exp too."""
     of_lse = [None] * len(c) if grad_lse is None else list(grad_lse.contiguous().unbind(0))
-    numbers = dense([c, h, prior_lse, rstd, weights, lse])
-    of_v, *rest = native.backward(dense(v), *numbers, dense(grad_h), of_lse, normalize=normalize, scale=scale)
+    v, grad_h, (c, h, prior_lse) = dense(v), dense(grad_h), dense([c, h, prior_lse])
+    rstd, weights, lse = dense([rstd, weights, lse])
+    of_v, *rest = native.backward(
+        v, c, h, prior_lse, rstd, weights, lse, grad_h, of_lse, normalize=normalize, scale=scale
+    )
     return [*of_v, *(gradient for gradient in rest if gradient is not None)]
 
 
