@@ -58,9 +58,12 @@ def takes_operators(tensors: Sequence[Tensor]) -> bool:
     return native_wanted() and native.fits(tensors)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def native_wanted() -> bool:
     return chosen() in ("auto", "native") and native.library() is not None
+
+
+# Dynamo calls it and does not trace it: what `torch.compiler.assume_constant_result` does, which imports all of Dynamo.
+native_wanted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def takes_fused(sources: Sequence[Tensor], folded: Tensor, *, normalize: bool) -> bool:
