@@ -153,7 +153,7 @@ class TrainConfig:
         tokens: float | None = None,
         **model: Any,
     ) -> TrainConfig:
-        """All from one number: `depth` sublayers of width 32·depth, 20 tokens a parameter, a rate by the width.
+        """All from one number: `depth` sublayers of width 32·depth, 20 tokens a parameter, start and rate by the width.
 
         Args:
             depth: sublayers; attention and MLP count separately.
@@ -167,6 +167,8 @@ class TrainConfig:
             model["vocab_size"] = vocabulary(tokenizer)
         chosen = {**mechanisms(mixer), **model}
         decoder = DecoderConfig.from_depth(depth, **chosen)
+        if "init_std" not in model:  # as wide matrices have with 0.02, so that narrow ones do not start with a whisper
+            decoder = dataclasses.replace(decoder, init_std=float(f"{0.5 / math.sqrt(decoder.dim):.2g}"))
         name = "+".join(c.name for c in (decoder.mixer, decoder.kv_mixer) if c is not None)
         wide = decoder.dim >= 512
         data = DataConfig(tokenizer=tokenizer, tokens_per_row=512 if wide else 256, rows=32 if wide else 16)
