@@ -205,7 +205,7 @@ def check_published(target: Path, study: Path) -> None:
 
 
 def test_a_planted_difference_in_learning_rate_is_found(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    given = [*arguments(text, "residual"), "--sweep", "optimizer.lr=1e-5,5e-3"]
+    given = [*arguments(text, "residual", seeds=3), "--sweep", "optimizer.lr=1e-5,5e-3"]
     assert main(given) == 0
     (row,) = json.loads(Path("study/comparison.json").read_text())["rows"]
     assert row["difference"]["high"] < 0
