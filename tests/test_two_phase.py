@@ -346,3 +346,23 @@ def test_an_exported_program_runs_without_depthmix() -> None:
     model = Block("block_attnres", 8, 6, block_sublayers=3)
     program = torch.export.export(model, (torch.randn(3, 8),))
     assert not [node for node in program.graph.nodes if "depthmix" in str(node.target)]
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_a_read_compiles_for_dynamic_shapes(backend: Any) -> None:
+    torch._dynamo.reset()
+    query, graphs = torch.randn(8, dtype=torch.float64), []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def read(x: Tensor) -> Tensor:
+        return ops.attend([x, x + 1], query)[0]
+
+    compiled = torch.compile(read, fullgraph=True, dynamic=True, backend=counting)
+    with ops.using(backend):
+        for tokens in (3, 7, 12):
+            x = torch.randn(tokens, 8, dtype=torch.float64)
+            assert torch.allclose(compiled(x), read(x), rtol=1e-12, atol=1e-12)
+    assert len(graphs) == 1

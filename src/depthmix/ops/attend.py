@@ -54,9 +54,9 @@ def attend(
         raise ValueError(f"key_weight has shape {list(key_weight.shape)}; expected [{dim}] or that of the query")
     if key_weight is not None and key_weight.dim() == 2 and key_weight.shape != query.shape:
         raise ValueError(f"key_weight has shape {list(key_weight.shape)}; expected the query's, {list(query.shape)}")
-    if not (math.isfinite(eps) and eps > 0):
+    if not 0 < eps < math.inf:  # comparisons: a compiler for dynamic shapes has no number here to ask isfinite of
         raise ValueError(f"eps={eps}; expected a finite number above 0, such as 1e-6")
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:
         raise ValueError(f"scale={scale}; expected a finite number, such as 1.0")
     folded = reference.fold(query, key_weight, sources[0].dtype)
     h, lse = mixtures(sources, folded, normalize=normalize, eps=eps, scale=scale)
