@@ -92,12 +92,8 @@ def run(
     comparison = compare(runs_of(study), baselines, controls)
     about = about_of(study, seeds=seeds)
     figures = draw_comparison(comparison, study.sweeps, folder / "figures")
-    page = folder / "comparison.md"
-    write_text(page, render(comparison, study.sweeps, about, figures, folder))
-    whole = as_json({"about": asdict(about), "learning_rates": study.sweeps, **comparison.to_dict()})
-    write_text(folder / "comparison.json", whole)
-    if publish is not None:
-        publish_study(study, publish, [page, folder / "comparison.json", *figures.values()])
+    text = render(comparison, study.sweeps, about, figures, folder)
+    page, whole = leave(study, "comparison", text, about, comparison.to_dict(), figures, publish)
     print(whole, end="") if json else print_comparison(comparison, study.failures, page)
     return 1 if study.failures else 0
 
@@ -143,8 +139,24 @@ def about_of(study: Study, **more: Any) -> About:
     )
 
 
-def as_json(found: Mapping[str, Any]) -> str:
-    return json_format.dumps(found, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+def leave(
+    study: Study,
+    name: str,
+    text: str,
+    about: About,
+    found: Mapping[str, Any],
+    figures: Mapping[str, Path],
+    publish: Path | None,
+) -> tuple[Path, str]:
+    """The page and all of the result as JSON in the study's folder, and a copy where it is published."""
+    everything = {"about": asdict(about), "learning_rates": study.sweeps, **found}
+    whole = json_format.dumps(everything, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    page, data = (study.folder / f"{name}.{kind}" for kind in ("md", "json"))
+    write_text(page, text)
+    write_text(data, whole)
+    if publish is not None:
+        publish_study(study, publish, [page, data, *figures.values()])
+    return page, whole
 
 
 def print_comparison(comparison: Comparison, failures: Mapping[str, str], page: Path) -> None:

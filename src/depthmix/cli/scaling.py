@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -11,10 +10,9 @@ import tyro
 
 from depthmix.analysis.figures import new_figure
 from depthmix.analysis.scaling_page import LAW_HEADINGS, Point, Scaling, draw_scaling, law_cells, render, scale
-from depthmix.cli.compare import Several, about_of, as_json, close, make_grid, runs_of, show_table
-from depthmix.models.files import write_text
+from depthmix.cli.compare import Several, about_of, close, leave, make_grid, runs_of, show_table
 from depthmix.training.arms import Size, make_arms, per_parameter
-from depthmix.training.publish import check_target, publish_study
+from depthmix.training.publish import check_target
 from depthmix.training.study import Study, run_study
 
 
@@ -76,12 +74,8 @@ def run(
     scaling = scale(points_of(study), baseline=arms[0].mixer, irreducible=irreducible)
     about = about_of(study, seeds=seeds)
     figures = draw_scaling(scaling, folder / "figures")
-    page = folder / "scaling.md"
-    write_text(page, render(scaling, study.sweeps, about, figures, folder))
-    whole = as_json({"about": asdict(about), "learning_rates": study.sweeps, **scaling.to_dict()})
-    write_text(folder / "scaling.json", whole)
-    if publish is not None:
-        publish_study(study, publish, [page, folder / "scaling.json", *figures.values()])
+    text = render(scaling, study.sweeps, about, figures, folder)
+    page, whole = leave(study, "scaling", text, about, scaling.to_dict(), figures, publish)
     print(whole, end="") if json else print_scaling(scaling, study, page)
     return 1 if study.failures else 0
 

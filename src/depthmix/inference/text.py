@@ -44,9 +44,10 @@ class FileTokenizer:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises nothing narrower
             raise ValueError(f"{path} is damaged or no tokenizer ({error})") from error
+        # One that was saved to feed a classifier would cut and fill every text.
         self.inner.no_truncation()
         self.inner.no_padding()
-        self.size: int = self.inner.get_vocab_size()
+        self.size: int = max(self.inner.get_vocab().values(), default=-1) + 1  # ids may have gaps
 
     def encode(self, text: str) -> list[int]:
         """As in training: the whole text and nothing else, no special tokens around it."""

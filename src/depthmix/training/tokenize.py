@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from depthmix.inference.text import FileTokenizer
 from depthmix.models.files import digest, flush
 from depthmix.training.corpus import Piece, package
 
@@ -51,16 +52,9 @@ class FromFile:
     """A `tokenizer.json`: text without the special tokens that it puts around a prompt."""
 
     def __init__(self, path: Path) -> None:
-        hf = package("tokenizers", str(path), EXTRA)
-        try:
-            self.inner = hf.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises nothing narrower
-            raise ValueError(f"{path} is damaged or no tokenizer ({error})") from error
-        # One that was saved to feed a classifier would cut and fill every text.
-        self.inner.no_truncation()
-        self.inner.no_padding()
+        file = FileTokenizer(path)
+        self.inner, self.size = file.inner, file.size
         vocabulary = self.inner.get_vocab()
-        self.size: int = max(vocabulary.values()) + 1
         self.separator: int | None = next((vocabulary[name] for name in ENDS if name in vocabulary), None)
 
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
