@@ -188,6 +188,17 @@ def test_a_missing_package_is_named_with_its_extra(
 
 
 @needs("datasets")
+def test_a_dataset_gives_what_its_files_give(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "set").mkdir()
+    file = tmp_path / "set" / "train.jsonl"
+    file.write_text("".join(json.dumps({"text": f"row {i} é"}) + "\n" for i in range(300)))
+    by_name = prepare(f"hf:{file.parent}", folder=tmp_path / "by_name")
+    by_path = prepare(str(file), folder=tmp_path / "by_path")
+    assert by_name.digest == by_path.digest
+
+
+@needs("datasets")
 def test_a_dataset_that_cannot_be_reached_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(RuntimeError, match=r"hf:nobody/nothing could not be loaded.*Check the name and the network"):

@@ -219,6 +219,7 @@ def test_a_run_learns_and_tells_all_that_it_promises(form: str, tmp_path: Path) 
     assert trained[-1]["loss"] < trained[0]["loss"] - 0.3
     assert trained[0]["loss"] == pytest.approx(math.log(256), rel=0.05)
     assert {"tokens", "lr", "grad_norm", "seconds", "tokens_per_second", "memory_bytes"} <= trained[0].keys()
+    assert [line["flops"] for line in trained] == [step * result.flops // 12 for step in range(1, 13)]
     assert [line["step"] for line in lines(tmp_path / "run", "validation")] == [6, 12]
     depth = lines(tmp_path / "run", "depth")[-1]
     assert len(depth["output_norm"]) == len(depth["gradient_norm"]) == 4

@@ -76,6 +76,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.folder = Path(self.config.run.folder)
+        self.flops = flops_per_token(self.config.model, self.config.data.tokens_per_row)
         self.loss: Callable[[Tensor], Tensor] = self.model.loss
         if self.config.run.compile:
             self.loss = torch.compile(self.model.loss, dynamic=False)
@@ -180,6 +181,7 @@ def step(run: Run) -> None:
         "grad_norm": norm if math.isfinite(norm) else None,
         "seconds": progress.seconds,
         "tokens_per_second": config.tokens_per_step / took,
+        "flops": run.flops * progress.step * config.tokens_per_step,
         "memory_bytes": progress.memory,
     }
     tell(run, "train" if problem is None else "skipped", about)
@@ -350,7 +352,7 @@ def result(run: Run) -> Result:
         validation_loss=progress.validation["loss"],
         bits_per_byte=progress.validation["bits_per_byte"],
         peak_memory_bytes=progress.memory,
-        flops=flops_per_token(config.model, config.data.tokens_per_row) * tokens,
+        flops=run.flops * tokens,
         parameters=count_parameters(config.model).total,
         config_digest=config.digest,
         data_digest=run.corpus.digest,
