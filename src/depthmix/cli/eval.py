@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json as json_format
 import math
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import tyro
+from torch import Tensor
 
 from depthmix.models import Decoder
-from depthmix.training import Corpus, Score, load_run, read_config, score
+from depthmix.training import Score, load_run, read_config, score
 from depthmix.training.build import export as export_model
+from depthmix.training.build import open_corpus
 from depthmix.training.tokenize import FILE, Bytes, Encoder, FromFile
 
 
@@ -41,9 +45,9 @@ def run(
     row = data.tokens_per_row if tokens_per_row is None else tokens_per_row
     rows = data.rows if rows is None else rows
     if file is None:
-        corpus = Corpus.load(data.path)
+        corpus = open_corpus(data)
         tokens = torch.as_tensor(corpus.validation[:].astype("int64"))
-        found = score(model, tokens, corpus.bytes_per_token * len(tokens), row, rows)
+        found = score(model, tokens, corpus.bytes_per_token * len(tokens), row, rows, watched)
     else:
         found = score_file(model, file, Bytes() if data.tokenizer == "bytes" else encoder(folder, data.path), row, rows)
     if export is not None:
@@ -66,7 +70,16 @@ def score_file(model: Decoder, file: Path, encoder: Encoder, row: int, rows: int
     ids = torch.as_tensor(encoder.encode([content])[0].astype("int64"))
     if len(ids) < 2:
         raise ValueError(f"{file} has {len(ids)} tokens; expected at least 2: the first is not predicted")
-    return score(model, ids, len(content), row, rows)
+    return score(model, ids, len(content), row, rows, watched)
+
+
+def watched(batches: Sequence[Tensor]) -> Iterable[Tensor]:
+    """With a bar on stderr, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(batches, "reading", console=console, transient=True, disable=not sys.stderr.isatty())
 
 
 def encoder(folder: Path, data: Path) -> Encoder:

@@ -6,6 +6,7 @@ Axes: B row, T token.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,10 +22,18 @@ class Score(NamedTuple):
 
 
 @torch.no_grad()
-def score(model: Decoder, tokens: Tensor, size: float, row: int, rows: int) -> Score:
+def score(
+    model: Decoder,
+    tokens: Tensor,
+    size: float,
+    row: int,
+    rows: int,
+    watch: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter,
+) -> Score:
     """Rows of `row` predictions, the last one short; a row begins with the token that the one before ended with.
 
     `size` is that of the text in bytes: the bytes of the first token, which nothing predicts, count by their mean.
+    `watch` hands on the batches, and may show how far they are.
     """
     if row < 1 or rows < 1:
         raise ValueError(f"tokens_per_row={row}, rows={rows}; expected at least 1 of each")
@@ -36,7 +45,7 @@ def score(model: Decoder, tokens: Tensor, size: float, row: int, rows: int) -> S
     if count % row:
         parts.append(tokens[full * row :][None])
     total = 0.0
-    for part in parts:
+    for part in watch(parts):
         part = part.to(device)
         total += float(next_token_losses(model(part), part)[0].double().sum())
     loss = total / count
