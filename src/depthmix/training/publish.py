@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from depthmix.models.files import write_text
+from depthmix.models.files import replacing, write_text
 from depthmix.training.arms import changed
 from depthmix.training.folder import CONFIG, RESULT
 from depthmix.training.study import Study
@@ -44,5 +44,5 @@ def publish_study(study: Study, target: Path, pages: Sequence[Path]) -> None:
 
 
 def copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
+    with replacing(target) as part:
+        shutil.copyfile(source, part)
