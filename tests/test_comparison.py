@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -75,8 +76,10 @@ def test_the_smallest_visible_difference_is_seen_as_often_as_told(n: int) -> Non
     source, trials, sd = random.Random(n), 4000, 0.005
     error = sd / math.sqrt(n)
     planted = (student(0.95, n - 1) + student(2 * POWER - 1, n - 1)) * error
-    seen = sum(estimate([source.gauss(planted, sd) for _ in range(n)]).excludes(0) for _ in range(trials))
-    assert seen / trials == pytest.approx(POWER, abs=0.06)
+    found = [estimate([source.gauss(planted, sd) for _ in range(n)]) for _ in range(trials)]
+    assert sum(e.excludes(0) for e in found) / trials == pytest.approx(POWER, abs=0.06)
+    told = math.sqrt(statistics.mean((e.visible or 0.0) ** 2 for e in found))  # the spread is unbiased in its square
+    assert told == pytest.approx(planted, rel=0.05)
 
 
 def test_a_planted_difference_is_found_with_its_size_and_sign() -> None:

@@ -152,6 +152,13 @@ def test_a_bad_row_is_named(tmp_path: Path, line: str, message: str) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"rows.jsonl", ".out.lock"}, "nothing half done is left"
 
 
+def test_tokens_that_lie_among_the_texts_are_no_text(texts: Path, tmp_path: Path) -> None:
+    outside = prepare(str(texts), folder=tmp_path / "outside")
+    for name in ("tokens", "others"):  # the second finds the first there
+        assert prepare(str(texts), folder=texts / name).digest == outside.digest
+    assert prepare(str(texts), folder=texts / "tokens").digest == outside.digest
+
+
 @needs("pyarrow")
 def test_parquet_gives_what_jsonl_gives(tmp_path: Path) -> None:
     import pyarrow
@@ -201,7 +208,7 @@ def test_a_dataset_gives_what_its_files_give(monkeypatch: pytest.MonkeyPatch, tm
 @needs("datasets")
 def test_a_dataset_that_cannot_be_reached_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(RuntimeError, match=r"hf:nobody/nothing could not be loaded.*Check the name and the network"):
+    with pytest.raises(OSError, match=r"hf:nobody/nothing could not be loaded.*Check the name and the network"):
         prepare("hf:nobody/nothing", folder=tmp_path / "out")
 
 

@@ -62,6 +62,12 @@ def test_an_option_varies_the_arms_that_have_it() -> None:
         make_arms(grid("residual", sweeps={"mixer.block_sublayers": ["1"]}))
 
 
+def test_what_follows_from_the_tokens_is_not_varied() -> None:
+    for key in ("run.steps", "run.validate_every", "run.keep"):
+        with pytest.raises(ValueError, match=f"{key} is not varied between arms; expected it in --set"):
+            make_arms(grid("residual", sweeps={key: ["1", "2"]}))
+
+
 def test_other_keys_vary_every_arm_and_names_that_come_again_are_controls() -> None:
     arms = make_arms(grid("residual", "residual", sweeps={"optimizer.lr": ["1e-3", "2e-3"]}))
     assert [arm.label for arm in arms] == [

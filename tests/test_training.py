@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -28,7 +28,6 @@ from depthmix.training import (
     initial_model,
     load_run,
     override,
-    score,
     train,
 )
 from depthmix.training.config import FREE
@@ -364,72 +363,19 @@ def test_a_tracker_that_is_not_installed_is_named(name: str, tmp_path: Path) -> 
         pytest.skip(f"{name} is installed")
 
 
-def test_eval_judges_a_run_and_any_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tiny_run(tmp_path / "run"))
-    file = tmp_path / "bytes"
-    file.write_bytes(bytes(range(256)) * 2)  # no text: every byte counts all the same
-    assert main(["eval", str(tmp_path / "run"), "--file", str(file), "--json", "--export", str(tmp_path / "out")]) == 0
-    found = json.loads(capsys.readouterr().out)
-    model = load_run(tmp_path / "run")
-    assert found["tokens"] == 511
-    assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
-    whole = score(model, torch.arange(256).repeat(2), 512, 600, 1)
-    with torch.no_grad():
-        assert whole.loss == pytest.approx(float(model.loss(torch.arange(256).repeat(1, 2))), rel=1e-5)
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights(tmp_path / "run")
-    assert main(["eval", str(tmp_path / "run")]) == 0
-    assert "bits per byte" in capsys.readouterr().out
-    assert main(["eval", str(tmp_path / "nowhere")]) == 2
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tokenizers") is None, reason="tokenizers is not installed")
-def test_eval_tokenises_as_training_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A ready tokenizer may cut texts and put tokens around them, which training does not do."""
-    import tokenizers
-
-    ready = tokenizers.Tokenizer(tokenizers.models.BPE())
-    ready.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    ready.train_from_iterator(
-        ["depth mixes what a layer reads"] * 9,
-        tokenizers.trainers.BpeTrainer(
-            vocab_size=300,
-            special_tokens=["[CLS]", "[SEP]"],
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    ready.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 1), ("[CLS]", 0))
-    bare = len(ready.encode("what a layer reads " * 40, add_special_tokens=False).ids)
-    ready.enable_truncation(16)
-    ready.save(str(tmp_path / "ready.json"))
-    config = TrainConfig.from_dial(4, tokenizer=str(tmp_path / "ready.json"), dim=16, heads=2, hidden=24)
-    assert config.model.vocab_size == ready.get_vocab_size()
-    tiny = tiny_run(tmp_path / "run", data__tokenizer=str(tmp_path / "ready.json"), run__steps=1)
-    train(dataclasses.replace(tiny, model=config.model))
-    (tmp_path / "file").write_bytes(b"what a layer reads " * 40)
-    assert main(["eval", str(tmp_path / "run"), "--file", str(tmp_path / "file"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == bare - 1
-    (tmp_path / "file").write_bytes(b"no \xff text")
-    assert main(["eval", str(tmp_path / "run"), "--file", str(tmp_path / "file")]) == 0
-    for path in (tmp_path / "run" / "final", tmp_path / "tokens"):
-        (path / "tokenizer.json").unlink()
-    assert main(["eval", str(tmp_path / "run"), "--file", str(tmp_path / "file")]) == 2
-    assert "expected the tokenizer that" in capsys.readouterr().err
-
-
 def test_two_ranks_follow_the_same_curve_as_one(tmp_path: Path) -> None:
     config = tiny_run(tmp_path / "one", **MOE, optimizer__name="muon", run__asynchronous=True)
     train(config, trace=dm.trace)
     (tmp_path / "c.toml").write_text(config.to_toml())
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "depthmix", "train", "--folder"]
-    done = subprocess.run(
-        [sys.executable, *command, str(tmp_path / "two"), "--config", str(tmp_path / "c.toml")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=CHILD,
-    )
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "depthmix", "train"]
+    command += ["--folder", str(tmp_path / "two"), "--config", str(tmp_path / "c.toml")]
+
+    def two_ranks() -> str:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=CHILD)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    two_ranks()
     for kind, field in (("train", "loss"), ("train", "grad_norm"), ("validation", "loss")):
         one, two = ([line[field] for line in lines(tmp_path / n, kind)] for n in ("one", "two"))
         assert one == pytest.approx(two, rel=2e-3), (kind, field)
@@ -441,6 +387,11 @@ def test_two_ranks_follow_the_same_curve_as_one(tmp_path: Path) -> None:
     found = load_run(tmp_path / "two").state_dict()
     final = dm.load_model(tmp_path / "two" / "final").state_dict()
     assert all(torch.equal(found[name], final[name]) for name in final)
+    # Two go on from a checkpoint of theirs.
+    whole = weights(tmp_path / "two")
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "step-00000012")
+    assert "goes on after step 8 of 12" in two_ranks()
+    assert weights(tmp_path / "two") == whole
 
 
 def test_the_loop_costs_little_more_than_the_bare_step(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.bench.model import BenchModel, Size, build, tokens_for
+from depthmix.ops.memory import status
 
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+CLEAR = Path("/proc/self/clear_refs")
 UNAVAILABLE = "not available: peak memory is read from Linux's /proc/self"
 
 
@@ -57,12 +58,6 @@ def give_back_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def status(field: str) -> int:
-    """Bytes of a field of /proc/self/status."""
-    lines = dict(line.split(":", 1) for line in STATUS.read_text().splitlines())
-    return int(lines[field].split()[0]) * 1024
 
 
 def kept_bytes_per_token(name: str, options: Mapping[str, Any], size: Size) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run a verb; wrong input ends with its message and exit code 2."""
+    """Run a verb; wrong input ends with its message and exit code 2, trouble with files with 1."""
     import tyro
 
     from depthmix.cli import bench, compare, generate, scaling, show, train, verify
@@ -38,4 +38,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has left
         sys.stderr.close()
         return 141
+    except OSError as error:  # a full disk, a folder that may not be written, no network
+        print(f"depthmix: {error}", file=sys.stderr)
+        return 1
     return int(code or 0)

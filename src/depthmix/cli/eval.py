@@ -14,9 +14,9 @@ import tyro
 from torch import Tensor
 
 from depthmix.models import Decoder
-from depthmix.training import Score, load_run, read_config, score
+from depthmix.training import Score, read_config, score
+from depthmix.training.build import check_tokens, open_corpus, open_run
 from depthmix.training.build import export as export_model
-from depthmix.training.build import open_corpus
 from depthmix.training.tokenize import FILE, Bytes, Encoder, FromFile
 
 
@@ -41,11 +41,12 @@ def run(
         json: print one object.
     """
     data = read_config(folder).data
-    model = load_run(folder, device)
+    model, digest = open_run(folder, device)
     row = data.tokens_per_row if tokens_per_row is None else tokens_per_row
     rows = data.rows if rows is None else rows
     if file is None:
         corpus = open_corpus(data)
+        check_tokens(corpus, digest, folder)
         tokens = torch.as_tensor(corpus.validation[:].astype("int64"))
         found = score(model, tokens, corpus.bytes_per_token * len(tokens), row, rows, watched)
     else:

@@ -63,7 +63,7 @@ def run(
     """
     flags = {"data.source": data, "data.tokenizer": tokenizer, "run.steps": steps, "run.seed": seed}
     pairs = [*map(split, set_), *((key, value) for key, value in flags.items() if value is not None)]
-    chosen = resolve(folder, mixer, depth, dim, config, tokens, pairs, restart)
+    chosen = resolve(folder, mixer, depth, dim, config, tokens, pairs)
     if print_config:
         print(chosen.to_toml(), end="")
         return 0
@@ -117,12 +117,11 @@ def resolve(
     file: Path | None,
     tokens: float | None,
     pairs: list[tuple[str, Any]],
-    restart: bool,
 ) -> TrainConfig:
-    """File or dial first, then dotted keys, the later ones last. A folder alone says it all."""
+    """File or dial first, then dotted keys, the later ones last. A folder alone says it all, to begin anew too."""
     if tokens is not None and not 0 < tokens < math.inf:
         raise ValueError(f"tokens={tokens}; expected a number above 0")
-    there = None if folder is None or restart else folder / "config.toml"
+    there = None if folder is None else folder / "config.toml"
     if there is not None and there.is_file() and file is None and depth is None and dim is None and mixer is None:
         file = there
     keys = dict(pairs)
@@ -133,7 +132,8 @@ def resolve(
         if not file.is_file():
             raise FileNotFoundError(f"no configuration at {file}; expected a TOML file such as a run's config.toml")
         found = TrainConfig.from_toml(file.read_text(encoding="utf-8"), str(file))
-        for name, value in mechanisms(mixer).items() if mixer is not None else ():
+        children = {"mixer": "residual", "kv_mixer": None, **mechanisms(mixer)} if mixer is not None else {}
+        for name, value in children.items():
             found = override(found, f"model.{name}", value)
     else:
         # Fields of the model that others follow from must be there when these are derived.

@@ -117,6 +117,9 @@ def check_option(name: str, value: object, hint: Any) -> None:
     elif hint is int:
         if not isinstance(value, int) or isinstance(value, bool):
             raise ValueError(f"{name}={value!r}; expected a whole number")
+    elif hint is str:
+        if not isinstance(value, str):
+            raise ValueError(f"{name}={value!r}; expected a text")
     elif hint is float and not is_finite(value):
         raise ValueError(f"{name}={value!r}; expected a finite number")
 

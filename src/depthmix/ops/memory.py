@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
+from pathlib import Path
 
 from depthmix.ops import native
 
@@ -33,3 +34,9 @@ def empty_cache() -> None:
     It never keeps more than it had in use at once, and a system that runs short of memory may take it at any time.
     """
     native.release()
+
+
+def status(field: str) -> int:
+    """Bytes of a field of Linux's /proc/self/status, such as VmHWM, the most that was resident at once."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[field].split()[0]) * 1024

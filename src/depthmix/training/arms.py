@@ -15,7 +15,8 @@ from depthmix.models import count_parameters
 from depthmix.training.config import TrainConfig, override
 from depthmix.training.flops import flops_per_token
 
-VALIDATIONS, DEPTHS, CHECKPOINTS = 25, 10, 10  # of a run, where nothing else is asked for
+LOOKS = {"validate_every": 25, "depth_every": 10, "checkpoint_every": 10}  # of a run, where nothing else is asked for
+KEPT = {"keep": 1, "snapshot_every": 0}
 Budget = Callable[[TrainConfig, float], float]  # tokens of a size: from its baseline's configuration and its own wish
 
 
@@ -155,6 +156,8 @@ def check_keys(grid: Grid) -> None:
             raise ValueError(f"{key}: none of {', '.join(grid.mixers)} has this option")
         if key in ("run.seed", "run.folder"):
             raise ValueError(f"{key} is the study's own; choose --seeds and --folder")
+        if key in grid.sweeps and key.removeprefix("run.") in (*LOOKS, *KEPT, "steps"):
+            raise ValueError(f"{key} is not varied between arms; expected it in --set, the same for all")
         if key in grid.sweeps and key in grid.settings:
             raise ValueError(f"{key} is both varied and set; expected one of them")
 
@@ -164,11 +167,8 @@ def with_tokens(config: TrainConfig, tokens: float, settings: Mapping[str, str])
     if not 0 < tokens < math.inf:
         raise ValueError(f"{tokens:g} tokens for a run; expected a number above 0")
     steps = max(1, round(tokens / config.tokens_per_step))
-    looks = {"validate_every": VALIDATIONS, "depth_every": DEPTHS, "checkpoint_every": CHECKPOINTS}
-    every = {name: max(1, steps // count) for name, count in looks.items() if f"run.{name}" not in settings}
-    kept = {"keep": 1, "snapshot_every": 0}
-    every |= {name: value for name, value in kept.items() if f"run.{name}" not in settings}
-    return changed(config, steps=steps, **every)
+    every = {name: max(1, steps // count) for name, count in LOOKS.items()} | KEPT
+    return changed(config, steps=steps, **{k: v for k, v in every.items() if f"run.{k}" not in settings})
 
 
 def changed(config: TrainConfig, lr: float | None = None, **run: Any) -> TrainConfig:

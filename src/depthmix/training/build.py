@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -30,6 +31,24 @@ def open_corpus(data: DataConfig) -> Corpus:
     return prepare(
         data.source, tokenizer=data.tokenizer, folder=data.path, validation=data.validation, field=data.field
     )
+
+
+def check_tokens(corpus: Corpus, digest: str, folder: Path) -> None:
+    if digest != corpus.digest:
+        raise ValueError(
+            f"the tokens in {corpus.folder} are not those that {folder} was trained on: digest {corpus.digest[:12]}, "
+            f"there {digest[:12]}. Bring the data back, or choose another folder"
+        )
+
+
+def check_apart(data: DataConfig, folder: Path) -> None:
+    """What a run writes must not become text to train on."""
+    source, place = Path(data.source).expanduser(), folder.resolve()
+    if data.source != "stdlib" and source.is_dir() and source.resolve() in (place, *place.parents):
+        raise ValueError(
+            f"folder={folder} lies inside data.source={data.source}, and what is written there would be read as text. "
+            "Choose a folder outside of it"
+        )
 
 
 @torch.no_grad()
@@ -76,16 +95,21 @@ def export(model: Decoder, directory: Path, tokenizer: Path | None = None) -> No
 
 def load_run(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> Decoder:
     """The model of a run: the finished one, else that of its newest checkpoint."""
-    folder = Path(folder)
+    return open_run(Path(folder), device)[0]
+
+
+def open_run(folder: Path, device: torch.device | str) -> tuple[Decoder, str]:
+    """The model, and the digest of the tokens that it was trained on."""
     if (folder / "final").is_dir() and (folder / "result.json").is_file():
-        return load_model(folder / "final", device=device)
+        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        return load_model(folder / "final", device=device), result["data_digest"]
     config = read_config(folder)
     found = checkpoint.latest(folder / "checkpoints")
     if found is None:
         raise FileNotFoundError(f"{folder} has neither a final model nor a checkpoint; expected a run that has begun")
     model = Decoder(config.model)
     model.load_state_dict(found[1]["model"])
-    return model.to(check_device(str(device))).eval()
+    return model.to(check_device(str(device))).eval(), found[1]["corpus"]
 
 
 def read_config(folder: str | os.PathLike[str]) -> TrainConfig:

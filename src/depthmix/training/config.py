@@ -262,8 +262,8 @@ def mechanisms(mixer: str | Mapping[str, Any]) -> dict[str, Any]:
 def override(config: TrainConfig, key: str, value: Any) -> TrainConfig:
     """A copy with one field set by its dotted key: "optimizer.lr", "model.mixer", "mixer.block_sublayers".
 
-    A text is read as a number, true or false, none, or a list where it is one. Setting `model.mixer` to a name drops
-    the options of the one before.
+    A text is read as a number, true or false, none, or a list where it is one, unless the field wants a text. Setting
+    `model.mixer` to a name drops the options of the one before.
     """
     path = ["model", *key.split(".")] if key.split(".")[0] in ("mixer", "kv_mixer") else key.split(".")
     found = config.to_dict()
@@ -280,11 +280,14 @@ def override(config: TrainConfig, key: str, value: Any) -> TrainConfig:
     if not isinstance(place, dict) or (fixed and path[-1] not in place):
         same = [whole for whole, _ in leaves(config.to_dict()) if whole.endswith(f".{path[-1]}")]
         raise ValueError(f"unknown key {key!r}. {f'Did you mean {same[0]}? ' if same else ''}{known(place)}")
-    place[path[-1]] = like(place.get(path[-1]), value)
-    try:
-        return TrainConfig.from_dict(found)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{key}={value!r}: {error}") from None
+    problem: Exception | None = None
+    for read in (like(place.get(path[-1]), value), value):  # a text that looks like a number, or "none", as it is
+        place[path[-1]] = read
+        try:
+            return TrainConfig.from_dict(found)
+        except (TypeError, ValueError) as error:
+            problem = problem or error
+    raise ValueError(f"{key}={value!r}: {problem}")
 
 
 def known(place: Any) -> str:
@@ -303,11 +306,11 @@ def parse(value: Any) -> Any:
 
 
 def like(old: Any, value: Any) -> Any:
-    """1e4 is a whole number where one is expected, and a text where a text is."""
+    """1e4 is a whole number where one is expected."""
     new = parse(value)
     if isinstance(old, int) and not isinstance(old, bool) and isinstance(new, float) and new.is_integer():
         return int(new)
-    return str(value) if isinstance(old, str) and isinstance(new, int | float) else new
+    return new
 
 
 def leaves(found: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

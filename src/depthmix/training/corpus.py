@@ -23,6 +23,7 @@ PIECE = 1 << 22  # bytes of a text that are held at once
 SAMPLE = 1 << 16  # bytes that show whether a file is text
 NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 ROWS = (".jsonl", ".parquet")
+PREPARED = ("manifest.json", "train-00000.bin")  # what every folder of tokens holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +57,13 @@ class Census:
     highest: float
 
 
-def open_source(source: str, *, field: str = "text", share: float, seed: int, without: Path | None = None) -> Source:
+def open_source(source: str, *, field: str = "text", share: float, seed: int) -> Source:
     """The standard library, a folder, a file, or `hf:NAME[:CONFIG]`.
 
     Args:
         field: of a JSONL or Parquet row, or of a dataset's: where its text is.
         share: of a single text: how much of its end is held out.
         seed: of the places.
-        without: a folder to leave out, since it holds what is made of the source.
     """
     if source.startswith("hf:"):
         return Source(name=source, read=lambda: from_rows(hub_rows(source, field), seed))
@@ -71,8 +71,7 @@ def open_source(source: str, *, field: str = "text", share: float, seed: int, wi
         return from_files(source, stdlib_files(), field, share, seed)
     path = Path(source).expanduser()
     if path.is_dir():
-        found = [(name, file) for name, file in folder_files(path) if without is None or not within(file, without)]
-        return from_files(str(path.resolve()), found, field, share, seed)
+        return from_files(str(path.resolve()), folder_files(path), field, share, seed)
     if path.is_file():
         return from_files(str(path.resolve()), [(path.name, path)], field, share, seed)
     raise FileNotFoundError(f"no {source!r}; expected stdlib, a folder, a text, .jsonl or .parquet file, or hf:NAME")
@@ -90,17 +89,19 @@ def stdlib_files() -> list[tuple[str, Path]]:
 
 
 def folder_files(root: Path, without: Collection[str] = ()) -> list[tuple[str, Path]]:
-    """Name and path of all files that are not hidden nor in folders called `without`, sorted by name."""
+    """Name and path of all files that are not hidden nor in folders called `without`, sorted by name.
+
+    Folders of tokens are left out: they may have been made of these files.
+    """
     found = []
     for here, folders, files in os.walk(root):
+        if set(PREPARED) <= set(files):
+            folders.clear()
+            continue
         folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
         paths = [Path(here) / name for name in files if not name.startswith(".")]
         found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
     return sorted(found)
-
-
-def within(file: Path, folder: Path) -> bool:
-    return folder.resolve() in file.resolve().parents
 
 
 def from_files(name: str, found: list[tuple[str, Path]], field: str, share: float, seed: int) -> Source:
@@ -221,7 +222,7 @@ def hub_rows(source: str, field: str) -> Iterator[str]:
     try:
         rows = datasets.load_dataset(name, config or None, split="train")
     except Exception as error:  # the network, the name and the dataset's own code: the package has no common class
-        raise RuntimeError(
+        raise OSError(
             f"{source} could not be loaded ({type(error).__name__}: {error}). Check the name and the network, or "
             "download it elsewhere and give its Parquet files by path"
         ) from error

@@ -126,7 +126,7 @@ def prepare(
         part.mkdir()
         try:
             build(
-                open_source(source, field=field, share=validation, seed=seed, without=target),
+                open_source(source, field=field, share=validation, seed=seed),
                 tokenizer,
                 wish,
                 part,
@@ -270,7 +270,7 @@ def check_wish(found: Corpus, source: str, wish: dict[str, Any]) -> None:
             name = {"share": "validation"}.get(key, key)
             raise ValueError(f"{folder} was prepared with {name}={there[key]!r}, not {value!r}. Choose another folder")
     try:
-        now = open_source(source, field=wish["field"], share=wish["share"], seed=wish["seed"], without=folder)
+        now = open_source(source, field=wish["field"], share=wish["share"], seed=wish["seed"])
     except FileNotFoundError:
         if manifest["source"] == str(Path(source).expanduser().resolve()):
             print(f"{source} is gone; going on with what {folder} has of it", file=sys.stderr, flush=True)

@@ -23,7 +23,7 @@ from depthmix.training.config import TrainConfig, difference
 
 CONFIG, RESULT = "config.toml", "result.json"
 PATIENCE = 1.0  # seconds
-OWN = (RESULT, "final", "checkpoints", "snapshots", "metrics.jsonl", "tensorboard", CONFIG)
+OWN = (RESULT, "final", "checkpoints", "snapshots", "metrics.jsonl", "tensorboard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +59,13 @@ def claimed(config: TrainConfig, resume: bool) -> Iterator[None]:
         held = bool(checkpoints(folder / "checkpoints")) or (folder / RESULT).is_file()
         if held and not there:
             raise FileNotFoundError(f"no {folder / CONFIG} beside its run. Bring it back, or choose another folder")
-        if held and resume:
-            check_same(read_config(folder), config, f"{folder} holds a run of another configuration")
-        elif there:  # else these names are not ours
+        before = read_config(folder) if there else None  # an error where it is none of ours
+        if before is not None and held and resume:
+            check_same(before, config, f"{folder} holds a run of another configuration")
+        elif before is not None:  # else these names are not ours
             clear(folder)
-        write_text(folder / CONFIG, config.to_toml())
+        if before != config:
+            write_text(folder / CONFIG, config.to_toml())
 
     try:
         ranks.first_then_others(claim)
@@ -80,7 +82,7 @@ def check_same(there: TrainConfig, now: TrainConfig, problem: str) -> None:
 
 
 def clear(folder: Path) -> None:
-    """The configuration last: a folder that was cleared by half is still ours."""
+    """All but the configuration: a folder that was cleared by half is still ours."""
     for path in (folder / name for name in OWN):
         if path.is_dir():
             shutil.rmtree(path)

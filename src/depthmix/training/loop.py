@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch import Tensor
 from depthmix.models import Decoder, count_parameters, update_balance
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.training import checkpoint, metrics, ranks
-from depthmix.training.build import export, initial_model, open_corpus, seed_of
+from depthmix.training.build import check_apart, check_tokens, export, initial_model, open_corpus, seed_of
 from depthmix.training.config import TrainConfig
 from depthmix.training.data import Batches, Corpus, validation_batches
 from depthmix.training.flops import flops_per_token
@@ -99,6 +99,9 @@ def train(
     """
     device = check_device(config.run.device)
     check_precision(config.run.precision, device)
+    check_apart(config.data, Path(config.run.folder))
+    if ranks.expected() > 1:
+        open_corpus(config.data)  # one rank at a time, for as long as it takes: a process group would not wait
     with ranks.companions(device), claimed(config, resume):
         if (done := finished(config)) is not None:
             return done
@@ -108,10 +111,10 @@ def train(
                 while run.progress.step < config.run.steps:
                     step(run)
                     look(run)
-                    stop = bool(ranks.total(asked()))
-                    if stop or due(run, config.run.checkpoint_every):
+                    end = bool(ranks.total(asked()))
+                    if end or due(run, config.run.checkpoint_every):
                         save(run)
-                    if stop and run.progress.step < config.run.steps:
+                    if end and run.progress.step < config.run.steps:
                         wait(run)
                         raise Interrupted(
                             f"stopped after step {run.progress.step} of {config.run.steps}, with a checkpoint"
@@ -227,12 +230,15 @@ def forgive(run: Run, problem: str) -> None:
             if isinstance(module, MixtureOfExperts) and module.load is not None:
                 module.load.zero_()
         return
+    stop(run, problem + (f", for the {run.progress.bad}th time in a row" if run.progress.bad > 1 else ""))
+
+
+def stop(run: Run, problem: str) -> NoReturn:
     wait(run)
     where = metrics.largest_layer(run.model, lambda: loss_on_probe(run))
     found = checkpoint.checkpoints(run.folder / "checkpoints")
-    often = f", for the {run.progress.bad}th time in a row" if run.progress.bad > 1 else ""
     raise BadLoss(
-        f"step {run.progress.step}: {problem}{often}. Largest layer: {where}. Last good checkpoint: "
+        f"step {run.progress.step}: {problem}. Largest layer: {where}. Last good checkpoint: "
         f"{found[-1] if found else 'none'}. Lower optimizer.lr (now {run.config.optimizer.lr:g}) in another folder, or "
         "go on in this one with run.on_bad_loss=skip or another run.bad_loss_factor"
     )
@@ -248,6 +254,8 @@ def look(run: Run) -> None:
     config = run.config.run
     if due(run, config.validate_every):
         run.progress.validation = evaluate(run)
+        if not math.isfinite(loss := run.progress.validation["loss"]):  # before a checkpoint could hold such weights
+            stop(run, f"the validation loss is {loss}")
         tell(run, "validation", {"seconds": run.progress.seconds, **run.progress.validation})
     depth, snapshot = due(run, config.depth_every), due(run, config.snapshot_every)
     found = metrics.mixing(run.model, run.probe, run.trace) if depth or snapshot else None
@@ -332,11 +340,7 @@ def restore(run: Run, state: Mapping[str, Any]) -> None:
     """The tensors are in place already."""
     altered = f"{run.folder / CONFIG} is not the configuration of the checkpoints beside it"
     check_same(TrainConfig.from_dict(state["config"]), run.config, altered)
-    if state["corpus"] != run.corpus.digest:
-        raise ValueError(
-            f"the tokens in {run.corpus.folder} are not those that {run.folder} was trained on: digest "
-            f"{run.corpus.digest[:12]}, there {state['corpus'][:12]}. Bring the data back, or choose another folder"
-        )
+    check_tokens(run.corpus, state["corpus"], run.folder)
     run.progress = Progress(**state["progress"])
     run.batches.restore(state["data"])
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from depthmix.models import Decoder
 from depthmix.models.files import replacing, write_text
+from depthmix.ops.memory import status
 from depthmix.training import ranks
 from depthmix.training.build import disk_errors
 
@@ -84,7 +85,7 @@ def make_tracker(name: str, folder: Path, step: int) -> tuple[Callable[[Mapping[
 
             return track, board.close
         trackio: Any = importlib.import_module(name)
-        trackio.init(project="depthmix", name=folder.name, resume="allow")
+        trackio.init(project="depthmix", name=folder.as_posix(), resume="allow" if step else "never")
         return lambda line: trackio.log(dict(scalars(line)), step=line["step"]), trackio.finish
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"run.tracker={name!r} needs the package {name}: pip install {name}") from error
@@ -103,6 +104,10 @@ def memory_bytes(device: torch.device) -> int:
     """The most that this process has held at once: on the device, or resident."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
+    try:
+        return status("VmHWM")
+    except (OSError, KeyError):  # no Linux; what getrusage says there is not inherited from the parent, as it is here
+        pass
     try:
         import resource
     except ModuleNotFoundError:  # Windows

@@ -32,10 +32,15 @@ def count() -> int:
     return dist.get_world_size() if several() else 1
 
 
+def expected() -> int:
+    """How many torchrun starts."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @contextmanager
 def companions(device: torch.device) -> Iterator[None]:
     """Under torchrun, the process group; it is ended only where it was begun."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+    if expected() == 1 or dist.is_initialized():
         yield
         return
     if device.type == "cuda":

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.training.arms import Arm, changed
-from depthmix.training.build import open_corpus
+from depthmix.training.build import check_apart, open_corpus
 from depthmix.training.children import Clock, Pool, Task, threads_of
 from depthmix.training.config import TrainConfig
 from depthmix.training.data import Corpus
@@ -60,6 +60,7 @@ def run_study(
     """
     check(arms, seeds, lrs, lr_share, jobs)
     data = arms[0].config.data
+    check_apart(data, folder)
     corpus = open_corpus(data)
     choices = list(dict.fromkeys(lrs)) if len(set(lrs)) > 1 else []
     short = [short_task(arm, lr, folder, corpus.digest, lr_share) for lr in choices for arm in arms]
