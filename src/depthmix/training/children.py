@@ -180,7 +180,7 @@ class Pool:
             words.append(f"{child.head}: step {done} of {child.steps}")
         left = here.left(rest)
         if left is not None:
-            words.append(f"all that is left: about {duration(left / self.jobs)}")
+            words.append(f"all that is left: about {duration(left / min(self.jobs, len(rest)))}")
         line = "; ".join(words)
         if sys.stderr.isatty():
             print(f"\r{line[: shutil.get_terminal_size().columns - 1]}\033[K", end="", file=sys.stderr, flush=True)
