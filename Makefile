@@ -48,8 +48,8 @@ study: $(VENV)/dev
 	$(BIN)/depthmix compare $(STUDY) --folder studies/first --publish docs/results/first_study $(ARGS)
 
 STUDY := --mixers residual denseformer mhc block_attnres attnres depth_attention \
-  --depth 24 --dim 96 --tokens 1.8e6 --seeds 3 --lrs 2.5e-3 5e-3 1e-2 --jobs 2 \
-  --set data.rows=8 --set run.validate_every=50
+  --depth 24 --dim 96 --tokens 1.2e6 --seeds 3 --lrs 6.25e-4 1.25e-3 2.5e-3 5e-3 1e-2 --lr-share 0.333 --jobs 2 \
+  --set data.rows=8 --set run.validate_every=50 --set run.snapshot_every=200
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from depthmix.analysis.comparison import Axis, Comparison, Run
+from depthmix.analysis.comparison import Axis, Comparison, Row, Run
 from depthmix.analysis.figures import new_figure, save
 from depthmix.analysis.statistics import Estimate, estimate, interpolate
 
@@ -44,14 +44,16 @@ def style(k: int) -> dict[str, Any]:
 
 
 def draw_curves(comparison: Comparison, axis: Axis) -> Any:
-    """Validation loss of every run, thin, and of every arm's mean; below it the paired differences."""
+    """Validation loss of every run, thin, and of every arm's mean; below it the paired differences, if any."""
     arms = comparison.arms
     if not arms:
         return None
     label, unit = UNITS[axis]
     figure = new_figure()
-    figure.set_size_inches(8, 6.8)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    rows = [row for row in comparison.rows if row.seeds]
+    heights = (3, 2) if rows else (3,)
+    figure.set_size_inches(8, 1.36 * sum(heights))
+    above, *rest = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     places = {arm: (0.12 * k / len(arms), 0.12) for k, arm in enumerate(arms)}  # of markers: none hides another
     for k, arm in enumerate(arms):
         runs = [*comparison.of(arm).values()]
@@ -64,21 +66,25 @@ def draw_curves(comparison: Comparison, axis: Axis) -> Any:
     late = [loss for run in comparison.runs for loss in run.losses[len(run.losses) // 5 :]]
     above.set_ylim(*around(late))  # the fall of the first fifth would flatten the rest
     above.set_ylabel("validation loss (nats a token)")
-    ends = [0.0]
-    for row in comparison.rows:
-        pairs = [(comparison.of(row.arm)[s], comparison.of(row.baseline)[s]) for s in row.seeds]
-        if pairs:
-            ends += draw_difference(below, pairs, axis, arms.index(row.arm), len(arms))
-    below.set_ylim(*around(ends))
-    below.axhline(0, color="0.5", linewidth=1)
-    several = any(len(row.seeds) > 1 for row in comparison.rows)
-    below.set_ylabel("minus its baseline" + ("\n(bars: 95 % interval)" if several else ""))
-    below.set_xlabel(label)
-    for part in (above, below):
+    for below in rest:
+        draw_paired(below, comparison, rows, axis)
+    (above, *rest)[-1].set_xlabel(label)
+    for part in (above, *rest):
         part.grid(color="0.92")
         part.set_axisbelow(True)
     figure.legend(*above.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure
+
+
+def draw_paired(panel: Any, comparison: Comparison, rows: Sequence[Row], axis: Axis) -> None:
+    arms, ends = comparison.arms, [0.0]
+    for row in rows:
+        pairs = [(comparison.of(row.arm)[s], comparison.of(row.baseline)[s]) for s in row.seeds]
+        ends += draw_difference(panel, pairs, axis, arms.index(row.arm), len(arms))
+    panel.set_ylim(*around(ends))
+    panel.axhline(0, color="0.5", linewidth=1)
+    several = any(len(row.seeds) > 1 for row in rows)
+    panel.set_ylabel("minus its baseline" + ("\n(bars: 95 % interval)" if several else ""))
 
 
 def draw_difference(panel: Any, pairs: Sequence[tuple[Run, Run]], axis: Axis, k: int, arms: int) -> list[float]:
