@@ -3,7 +3,8 @@
     python examples/compare_demo.py [FOLDER]
 
 Trains the plain residual, block_attnres and depth_attention, prints the table and where the page is, and lets the model
-of each arm go on writing. One seed of small models at few steps: this shows that it works, not which is better.
+of each arm go on writing. Each arm has the learning rate that was best for it in a sweep (docs/results/demo_rates.md).
+One seed of small models at few steps: this shows that it works, not which is better.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from pathlib import Path
 import depthmix as dm
 from depthmix.inference import load_tokenizer
 
-MIXERS = ("residual", "block_attnres", "depth_attention")
+RATES = {"residual": 1.5e-3, "block_attnres": 3e-3, "depth_attention": 3e-3}  # of docs/results/demo_rates.md
 SIZE = ("--depth", "12", "--dim", "96", "--tokens", "6e5", "--tokenizer", "bpe:1024", "--set", "data.rows=4")
 PROMPT = "def __init__(self, "
 
 
 def demo(folder: Path, *more: str) -> int:
-    command = [sys.executable, "-m", "depthmix", "compare", "--mixers", *MIXERS, "--seeds", "1", "--jobs", "3", *SIZE]
+    command = [sys.executable, "-m", "depthmix", "compare", "--mixers", *RATES, "--seeds", "1", "--jobs", "3", *SIZE]
+    command += [word for mixer, rate in RATES.items() for word in ("--lr-of", f"{mixer}={rate}")]
     code = subprocess.run([*command, *more, "--folder", str(folder)], check=False).returncode
     if code not in (0, 1):  # 1: some of the runs failed
         return code

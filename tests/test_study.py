@@ -299,3 +299,34 @@ def test_scaling_fits_a_law_for_each_arm(text: Path) -> None:
     assert len(found["factors"]["attnres"]) == 2
     assert (Path("study") / "figures" / "scaling.png").is_file()
     assert "## Compute-equivalent factor" in Path("study/scaling.md").read_text()
+
+
+def test_an_arm_can_have_a_learning_rate_of_its_own() -> None:
+    arms = make_arms(grid("residual", "block_attnres", "residual", rates={"residual": 1.5e-3}))
+    dial = TrainConfig.from_dial(2, "block_attnres", dim=16).optimizer.lr
+    assert [arm.config.optimizer.lr for arm in arms] == [1.5e-3, dial, 1.5e-3]
+    with pytest.raises(ValueError, match="a learning rate for 'highway'; expected one of the arms: residual"):
+        make_arms(grid("residual", rates={"highway": 1e-3}))
+    with pytest.raises(ValueError, match=r"a learning rate for residual beside optimizer.lr for all arms"):
+        make_arms(grid("residual", rates={"residual": 1e-3}, sweeps={"optimizer.lr": ["1e-3", "2e-3"]}))
+
+
+@pytest.mark.parametrize("words", [["residual"], ["residual=0"], ["residual=nan"], ["residual=1e-3", "--lrs", "1e-3"]])
+def test_a_rate_of_an_arm_that_is_none_is_refused(
+    words: list[str], text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments(text, "residual"), "--lr-of", *words]) == 2
+    assert "lr_of" in capsys.readouterr().err
+    assert not Path("study").exists()
+
+
+def test_the_demo_trains_each_arm_at_its_best_rate_of_the_published_sweep() -> None:
+    from examples.compare_demo import RATES
+
+    page = Path(__file__).parents[1] / "docs/results/demo_rates.md"
+    cells = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()]
+    table = [row for row in cells if len(row) > 2 and row[0] in ("arm", *RATES)]
+    rates = [float(word) for word in table[0][1:]]
+    losses = {arm: dict(zip(rates, map(float, row), strict=True)) for arm, *row in table[1:]}
+    assert {arm: min(row, key=lambda rate: row[rate]) for arm, row in losses.items()} == RATES
+    assert all(min(rates) < rate < max(rates) for rate in RATES.values()), "a best rate must lie inside the sweep"

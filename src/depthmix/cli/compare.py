@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import math
 import platform
 import shlex
 import sys
@@ -35,6 +36,7 @@ def run(
     tokens: float | None = None,
     lrs: tuple[float, ...] = (),
     lr_share: float = 0.25,
+    lr_of: Annotated[Several, tyro.conf.arg(metavar="MIXER=RATE")] = (),
     sweep: Annotated[Several, tyro.conf.arg(metavar="KEY=VALUE,VALUE")] = (),
     shapes: str | None = None,
     data: str = "stdlib",
@@ -61,6 +63,8 @@ def run(
         tokens: for each run; by default 20 for each parameter of the baseline.
         lrs: learning rates to try for each arm in short runs; its best is taken. One alone is taken as it is.
         lr_share: length of such a short run, as a share of a long one.
+        lr_of: learning rate of one mechanism, such as residual=1.5e-3; repeat the flag for each. Others keep the
+            dial's. Not together with --lrs.
         sweep: vary an option, such as mixer.block_sublayers=1,2,4,8 or optimizer.weight_decay=0,0.1; several, each with
             its own --sweep, make a grid. An option of a mechanism varies the arms that have it.
         shapes: depths against widths at equal compute, such as 12x256,24x128, in the place of depth and dim; tokens are
@@ -77,7 +81,10 @@ def run(
     new_figure()  # tells where matplotlib is missing, before the first hour and not after it
     sizes = [Size.of(text) for text in shapes.split(",")] if shapes else [Size(depth=depth, dim=dim)]
     check_target(publish, folder)
-    grid = make_grid(mixers, sizes, sweep, set_, data, tokenizer)
+    if lrs and lr_of:
+        raise ValueError(f"lrs={list(lrs)} beside lr_of={list(lr_of)}; expected rates to try, or a rate for each arm")
+    rates = dict(map(parse_rate, lr_of))
+    grid = replace(make_grid(mixers, sizes, sweep, set_, data, tokenizer), rates=rates)
     if tokens is not None and "run.steps" in grid.settings:
         raise ValueError(f"tokens={tokens:g} beside run.steps={grid.settings['run.steps']}; expected one of them")
     arms = make_arms(grid, equal_compute(tokens))
@@ -114,6 +121,18 @@ def make_grid(
             raise ValueError(f"{key} is varied twice; expected all its values in one --sweep")
         sweeps[key] = values
     return Grid(mixers=mixers, sizes=sizes, sweeps=sweeps, settings=chosen, data=data, tokenizer=tokenizer)
+
+
+def parse_rate(text: str) -> tuple[str, float]:
+    """Of "residual=1.5e-3"."""
+    mixer, _, rate = text.partition("=")
+    try:
+        value = float(rate)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"lr_of {text!r}; expected MIXER=RATE with a rate above 0, such as residual=1.5e-3")
+    return mixer.strip(), value
 
 
 def runs_of(study: Study) -> list[Run]:

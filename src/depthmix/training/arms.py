@@ -54,6 +54,7 @@ class Grid:
     sizes: Sequence[Size]
     sweeps: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)  # values by dotted key
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for all arms
+    rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # learning rates of single mechanisms
     data: str = "stdlib"
     tokenizer: str = "bytes"
 
@@ -124,6 +125,7 @@ def variants(grid: Grid, size: Size) -> Iterator[tuple[str, TrainConfig]]:
         config = override(config, "data.source", grid.data)
         for key, value in grid.settings.items():
             config = override(config, key, value) if applies(config, key) else config
+        config = changed(config, grid.rates.get(mixer))
         keys = [key for key in grid.sweeps if applies(config, key)]
         for values in itertools.product(*(grid.sweeps[key] for key in keys)):
             varied = config
@@ -160,6 +162,11 @@ def check_keys(grid: Grid) -> None:
             raise ValueError(f"{key} is not varied between arms; expected it in --set, the same for all")
         if key in grid.sweeps and key in grid.settings:
             raise ValueError(f"{key} is both varied and set; expected one of them")
+    for mixer in grid.rates:
+        if mixer not in grid.mixers:
+            raise ValueError(f"a learning rate for {mixer!r}; expected one of the arms: {', '.join(grid.mixers)}")
+        if "optimizer.lr" in (*grid.sweeps, *grid.settings):
+            raise ValueError(f"a learning rate for {mixer} beside optimizer.lr for all arms; expected one of them")
 
 
 def with_tokens(config: TrainConfig, tokens: float, settings: Mapping[str, str]) -> TrainConfig:
