@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from depthmix.bench import Size, kept_bytes_per_token
 
 LEADS = [(), (1,), (5,), (2, 3), (0,), (2, 0)]
 Operation = Callable[..., Tensor]
+normed_delta = partial(ops.normed_delta, eps=1e-5)
 # Shapes by letter: ... the leading shape, m streams, d channels, h heads of 3 channels, r rows; then the operation.
 OPERATIONS: dict[str, tuple[list[str], Operation]] = {
     "normed_linear": (["...d", "rd", "r"], lambda x, w, b: ops.normed_linear(x, w, b, eps=1e-6)),
@@ -33,7 +35,12 @@ OPERATIONS: dict[str, tuple[list[str], Operation]] = {
         ["...d", "d", "...d", "...1", "...d"],
         lambda a, v, b, w, c: ops.weighted_sum([a, b, c], [v, w, None]),
     ),
-    "normed_delta": (["...md", "...d", "...1", "...m"], lambda s, y, b, t: ops.normed_delta(s, y, b, t, eps=1e-5)),
+    "normed_delta": (["...md", "...d", "...1", "...m"], partial(ops.normed_delta, eps=1e-5)),
+    "normed_delta, squared": (
+        ["...md", "...d", "...1", "...m"],
+        partial(ops.normed_delta, eps=1e-5, norm="l2_squared"),
+    ),
+    "normed_delta, rms": (["...md", "...d", "...1", "...m"], partial(ops.normed_delta, eps=1e-5, norm="rms")),
     "sinkhorn": (["...mm"], lambda x: ops.sinkhorn(x, 7)),
     "sinkhorn, one iteration": (["...mm"], lambda x: ops.sinkhorn(x, 1)),
     "sinkhorn with eps": (["...mm"], lambda x: ops.sinkhorn(x, 4, 1e-6)),
@@ -170,9 +177,9 @@ def test_a_mixed_input_may_be_changed_in_place_by_a_sublayer() -> None:
 
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e15, 1e30])
 def test_norms_of_large_and_small_vectors_do_not_overflow(size: float) -> None:
-    for name in ("normed_linear", "head_products", "normed_delta"):
+    for name in ("normed_linear", "head_products", "normed_delta", "normed_delta, squared", "normed_delta, rms"):
         inputs = sample(name, (5,), 4, 16, dtype=torch.float32)
-        which = 1 if name == "normed_delta" else 0
+        which = 1 if name.startswith("normed_delta") else 0
         inputs[which] = (inputs[which].detach() * size).requires_grad_()
         exact = [t.detach().double().requires_grad_() for t in inputs]
         (out, grads), (truth, _) = run(name, inputs), run(name, exact, "reference")
@@ -252,6 +259,7 @@ KEPT = {
     "mhc_lite": ({}, 4 + 1, 160),
     "mhc, two streams": ({"streams": 2}, 2 + 1, 120),
     "ddl, three columns": ({"value_width": 3}, 3 + 1, 24),
+    "ddl, released": ({"key_norm": "l2_squared", "target_input": "read", "target_bound": 4.0}, 2, 24),
 }
 
 

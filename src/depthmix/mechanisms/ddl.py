@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,19 @@ from depthmix.mechanisms.base import (
 class DeepDeltaConfig(MixerConfig):
     value_width: int = option(1, "columns of the state")
     beta: float = option(1.0, "start of β, between 0 and 2")
-    eps: float = option(1e-6, "of the norm of what is read")
-    key_eps: float = option(1e-5, "of the key's norm")
+    key_norm: ops.KeyNorm = option("l2", "length of the key; l2_squared: released code; rms: depthmix 0.1.0")
+    key_eps: float = option(1e-10, "eps of the key's length; released code: 1e-5")
+    target_input: Literal["normed", "read"] = option("normed", "what the target is projected from; released code: read")
+    target_bias: bool = option(False, "bias in the target's projection; released code: True")
+    target_bound: float | None = option(None, "bound of the target, times a sigmoid; released code: 4")
+    eps: float = option(1e-6, "eps of the norm of what is read")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_range("value_width", self.value_width, 1)
         check_positive("eps", self.eps)
         check_positive("key_eps", self.key_eps)
+        if self.target_bound is not None:
+            check_positive("target_bound", self.target_bound)
         if not 0 < self.beta < 2:
             raise ValueError(f"beta={self.beta}; expected a number between 0 (skip) and 2 (reflect), both excluded")
 
@@ -51,30 +57,37 @@ class DeltaCoeff(NamedTuple):
 
 
 class DeepDelta(DepthMixer):
-    """Deep Delta Learning (arXiv 2601.00417), the paper's form; X has V value columns, stored as rows.
+    """Deep Delta Learning (arXiv 2601.00417); X has V value columns, stored as rows.
 
     (1) h_l = Σ_j r[j] X[j]
     (2) β = 2 σ(⟨w, norm(h_l)⟩ + b)
     (3) val = W norm(h_l)
-    (4) k = norm(y) / √D,  y the sublayer's output
+    (4) k = y / (‖y‖ + key_eps),  y the sublayer's output
     (5) X[j] ← X[j] + β (val[j] − ⟨X[j], k⟩) k
 
-    State: X [V, D], V copies of the embedding at first. β starts at `beta` (1: overwrite along the key), r as the
-    mean. What a source adds is turned by every later I − β k kᵀ: the mixing is operator-valued.
+    Options give (3) and (4) as in the released code. State: X [V, D], V copies of the embedding at first. β starts at
+    `beta` (1: overwrite along the key), r as the mean. What a source adds is turned by every later I − β k kᵀ: the
+    mixing is operator-valued.
     """
 
     Config = DeepDeltaConfig
     paper = "arXiv 2601.00417"
     holds = "X, V columns"
     rank_formula = "operator-valued"
-    parameters_formula = "L(D+1+V·D), + L·V for V ≥ 2"
+    parameters_formula = "L(D+1+V·D), + L·V for V ≥ 2, + L·V with a bias"
     operator_valued = True
     takes_decay = frozenset({"beta_weight", "value_weight"})
-    variants = ({}, {"value_width": 3}, {"beta": 0.5})
+    variants = (
+        {},
+        {"value_width": 3},
+        {"beta": 0.5, "key_norm": "rms", "key_eps": 1e-5},
+        {"value_width": 2, "key_norm": "l2_squared", "target_input": "read", "target_bias": True, "target_bound": 4.0},
+    )
 
     beta_weight: Tensor | None
     beta_bias: Tensor | None
     value_weight: Tensor | None
+    value_bias: Tensor | None
     readout: Tensor | None
 
     @classmethod
@@ -83,7 +96,7 @@ class DeepDelta(DepthMixer):
         return Facts(
             preserves_prenorm="no",
             rank=None,
-            parameters=depth * (dim + 1 + m * dim) + (depth * m if m > 1 else 0),
+            parameters=depth * (dim + 1 + m * dim + m * (m > 1) + m * config.target_bias),
             reads=(2 * m + 1) * dim,
             writes=(m + 1) * dim,
         )
@@ -94,6 +107,7 @@ class DeepDelta(DepthMixer):
         self.add_parameter("beta_weight", dim, exists=not site.is_out)
         self.add_parameter("beta_bias", 1, exists=not site.is_out)
         self.add_parameter("value_weight", m, dim, exists=not site.is_out)
+        self.add_parameter("value_bias", m, exists=config.target_bias and not site.is_out)
         self.add_parameter("readout", m, exists=m > 1 and not site.is_first)
 
     def reset_parameters(self) -> None:
@@ -101,6 +115,8 @@ class DeepDelta(DepthMixer):
             nn.init.zeros_(self.beta_weight)
             nn.init.constant_(self.beta_bias, math.log(self.config.beta / (2 - self.config.beta)))
             nn.init.normal_(self.value_weight, std=self.site.dim**-0.5)
+        if self.value_bias is not None:
+            nn.init.zeros_(self.value_bias)
         if self.readout is not None:
             nn.init.constant_(self.readout, 1 / self.config.value_width)
 
@@ -123,15 +139,23 @@ class DeepDelta(DepthMixer):
     def gates(self, h: Tensor, read: Tensor) -> DeltaCoeff:
         if self.beta_weight is None or self.beta_bias is None or self.value_weight is None:
             return DeltaCoeff(read, None, None, None)
-        weights = torch.cat([self.beta_weight[None], self.value_weight])
-        logit, target = ops.normed_linear(h, weights, eps=self.config.eps).split([1, len(self.value_weight)], -1)  # (3)
+        if self.config.target_input == "normed":  # one product gives both
+            both = ops.normed_linear(h, torch.cat([self.beta_weight[None], self.value_weight]), eps=self.config.eps)
+            logit, target = both.split([1, len(self.value_weight)], -1)  # (3)
+        else:
+            logit = ops.normed_linear(h, self.beta_weight[None], eps=self.config.eps)
+            target = ops.linear(h, self.value_weight)
+        if self.value_bias is not None:
+            target = target + self.value_bias
+        if self.config.target_bound is not None:
+            target = self.config.target_bound * torch.sigmoid(target)
         return DeltaCoeff(read, 2 * torch.sigmoid(logit + self.beta_bias), target, None)  # (2)
 
     def combine(self, state: State, c: Coeff) -> Tensor:
         return ops.read_streams(state[0], c.read)  # (1)
 
     def value(self, state: State, c: Coeff, y: Tensor) -> tuple[Coeff, Tensor]:
-        key = ops.rms_norm(y, self.config.key_eps) * self.site.dim**-0.5  # (4)
+        key = ops.unit_key(y, self.config.key_eps, self.config.key_norm)  # (4)
         return c._replace(key=key), key
 
     def update(self, state: State, c: Coeff, v: Tensor) -> State:
@@ -147,7 +171,8 @@ class DeepDelta(DepthMixer):
     def write(self, state: State, carry: Any, y: Tensor) -> State:
         """As `value` and `update`, without making the key."""
         y = self.checked_output(state, y)
-        return (ops.normed_delta(state[0], y, carry.beta, carry.target, eps=self.config.key_eps),)
+        options = {"eps": self.config.key_eps, "norm": self.config.key_norm}
+        return (ops.normed_delta(state[0], y, carry.beta, carry.target, **options),)
 
 
 def readout_matrix(coeffs: Sequence[DeltaCoeff]) -> Tensor:

@@ -6,6 +6,7 @@ from depthmix.ops.delta import normed_delta
 from depthmix.ops.grouped import grouped_linear, plain_grouped_linear
 from depthmix.ops.memory import empty_cache, keep_freed_memory
 from depthmix.ops.reference import (
+    KeyNorm,
     accumulator,
     delta_rule,
     elu1,
@@ -15,12 +16,14 @@ from depthmix.ops.reference import (
     mix,
     rms_norm,
     scores,
+    unit_key,
     wide,
 )
 from depthmix.ops.sinkhorn import sinkhorn
 from depthmix.ops.streams import head_products, normed_linear, read_streams, weighted_sum, write_streams
 
 __all__ = [
+    "KeyNorm",
     "accumulator",
     "attend",
     "check_sources",
@@ -44,6 +47,7 @@ __all__ = [
     "rms_norm",
     "scores",
     "sinkhorn",
+    "unit_key",
     "using",
     "weighted_sum",
     "wide",

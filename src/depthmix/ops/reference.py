@@ -12,9 +12,12 @@ import functools
 import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+KeyNorm = Literal["l2", "l2_squared", "rms"]
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -53,6 +56,34 @@ def inverse_rms(v: Tensor, eps: float) -> Tensor:
 def rms_norm(v: Tensor, eps: float) -> Tensor:
     """v / sqrt(mean(v²) + eps) in the accumulator's dtype, without a weight."""
     return wide(v) * inverse_rms(v, eps)
+
+
+def inverse_norm(v: Tensor, eps: float) -> Tensor:
+    """1 / (‖v‖ + eps) as [..., 1], in the accumulator's dtype.
+
+    Vectors are divided by their largest entry first: no square overflows or vanishes. At v = 0, where the norm has a
+    kink, its derivatives count as 0.
+    """
+    v = wide(v)
+    size = v.detach().abs().amax(-1, keepdim=True).clamp(min=1e-20) if v.shape[-1] else v.new_ones(())
+    square = (v / size).square().sum(-1, keepdim=True)
+    zero = square == 0
+    return 1 / (square.masked_fill(zero, 1).sqrt().masked_fill(zero, 0) + eps / size) / size
+
+
+def unit_key(y: Tensor, eps: float, norm: KeyNorm) -> Tensor:
+    """y over its length, in the accumulator's dtype.
+
+    The length is ‖y‖ + eps ("l2"), √(‖y‖² + eps²) ("l2_squared") or √(‖y‖² + D·eps) ("rms").
+    """
+    if norm == "l2":
+        return wide(y) * inverse_norm(y, eps)
+    return rms_norm(y, mean_square_eps(y, eps, norm)) * y.shape[-1] ** -0.5
+
+
+def mean_square_eps(y: Tensor, eps: float, norm: KeyNorm) -> float:
+    """What is added to the mean square of y under the root."""
+    return eps**2 / y.shape[-1] if norm == "l2_squared" else eps
 
 
 def elu1(x: Tensor) -> Tensor:
