@@ -90,3 +90,20 @@ class LiteHyperConnections(ManifoldHyperConnections):
         places = [[float(order[i] == j) for order in self.permutations] for i in range(m) for j in range(m)]
         matrices = torch.tensor(places, dtype=logits.dtype, device=logits.device)  # [m·m, P]
         return ops.linear(torch.softmax(logits, -1), matrices).unflatten(-1, (m, m))  # (4)
+
+
+def permute_rows(parameter: Tensor, streams: int) -> Tensor:
+    """A `projection` or `bias` with its rows of the transition in the authors' order; the same call converts back.
+
+    The authors number the permutations alike but apply the transposed matrices: their row of π is ours of π⁻¹.
+    The m! rows of the transition are the last ones; rows before them stay where they are.
+    """
+    orders = list(itertools.permutations(range(streams)))
+    before = len(parameter) - len(orders)
+    if before < 0:
+        raise ValueError(
+            f"a parameter of {len(parameter)} rows with streams={streams}; expected at least {len(orders)} rows, one "
+            f"for each permutation. Transpose the authors' weight: it is [m·D, m!] there"
+        )
+    inverses = [orders.index(tuple(order.index(stream) for stream in range(streams))) for order in orders]
+    return parameter[[*range(before), *(before + row for row in inverses)]]
