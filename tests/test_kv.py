@@ -225,6 +225,28 @@ def test_layers_outside_a_loop_are_untouched_where_a_layer_reads_its_own_runs() 
     assert [i for i in range(len(LOOPED)) if mixed[i] is not v[i]] == [3, 4, 5, 6]
 
 
+def nanbeige_reads(layers: int, repeats: int, stride: int) -> list[list[int]]:
+    """What each execution reads where every execution of a layer on the grid joins one list that outlives the loops."""
+    reads, anchors = [], []
+    for execution in range(layers * repeats):
+        reads.append(list(anchors))
+        if execution % layers % stride == 0:
+            anchors.append(execution)
+    return reads
+
+
+@pytest.mark.parametrize(
+    ("stride", "options", "same"),
+    [(3, {"stride": 3}, True), (4, {"stride": 4}, False), (4, {"sources": (0, 4, 6, 10)}, True)],
+)
+def test_looped_strides_count_executions_and_named_sources_give_nanbeiges(
+    stride: int, options: dict[str, Any], same: bool
+) -> None:
+    config = kv_mechanism("depth_attention").Config(**options)
+    order = (*range(6), *range(6))
+    assert ([config.reads(i, order) for i in range(12)] == nanbeige_reads(6, 2, stride)) == same
+
+
 def candidates(grid: str, *, only_where_mixed: bool) -> int:
     config = kv_mechanism("depth_attention").Config(stride=24, grid=grid)
     counts = [len(config.reads(i, tuple(range(48)))) for i in range(48)]

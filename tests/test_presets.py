@@ -12,6 +12,7 @@ from depthmix.cli import main
 from depthmix.models.config import DecoderConfig
 from depthmix.models.decoder import Decoder
 from depthmix.models.presets import PRESETS, Counts, count_parameters, preset
+from tests.reference import decoder as reference_decoder
 
 # name: width, MLP, layers, query heads, key-value heads, stride (Depth-Attention, the table of models)
 DEPTH_ATTENTION = {
@@ -61,6 +62,37 @@ def test_a_depth_attention_decoder_counts_what_its_table_gives(name: str) -> Non
     assert config.kv_mixer is not None
     assert config.kv_mixer.to_dict() == {"name": "depth_attention", "stride": stride}
     assert stride == layers // 2
+
+
+@pytest.mark.parametrize("name", DEPTH_ATTENTION)
+def test_a_depth_attention_preset_norms_its_keys_after_rope(name: str) -> None:
+    """As in the authors' code. Weights away from 1: a norm without a weight commutes with the rotation."""
+    grouped = preset(name).kv_heads != preset(name).heads
+    sizes = {"vocab_size": 13, "dim": 16, "layers": 4, "heads": 4, "head_dim": 6, "hidden": 20}
+    small = {**sizes, "kv_heads": 2 if grouped else 4, "kv_mixer": {"name": "depth_attention", "stride": 2}}
+    config = preset(name, **small)
+    model = Decoder(config).double()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.3 * torch.randn(p.shape, generator=draw, dtype=p.dtype)
+    tokens = torch.randint(13, (2, 5), generator=draw)
+    plain = {
+        order: reference_decoder.run(
+            tokens,
+            dict(model.named_parameters()),
+            order=range(4),
+            theta=1e4,
+            eps=1e-5,
+            key_norm=order,
+            kv_mixer="depth_attention",
+            kv_options={"stride": 2},
+        )[0]
+        for order in ("after", "before")
+    }
+    logits = model(tokens)
+    assert (logits - plain["after"]).abs().max() <= 1e-12
+    assert (logits - plain["before"]).abs().max() >= 1e-3
 
 
 @pytest.mark.parametrize(("name", "millions"), [("360m", 360), ("500m", 500), ("710m", 710)])

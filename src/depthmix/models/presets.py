@@ -21,7 +21,7 @@ def depth_attention(
     """Depth-Attention (arXiv 2606.05014).
 
     The names are the paper's: untied embeddings count in them. 1.5b and 3b hold less than they say (1.34 and 2.75
-    billion). The authors' own weights have their key norm after RoPE: load those with key_norm="after_rope".
+    billion). Keys are normed after RoPE and queries before it, as in the authors' code and weights.
     """
     return {
         "vocab_size": 50304,
@@ -32,6 +32,7 @@ def depth_attention(
         "head_dim": 64,
         "hidden": hidden,
         "norm_eps": 1e-5,
+        "key_norm": "after_rope",
         "init_std": init_std,
         "kv_mixer": {"name": "depth_attention", "stride": stride},
     }
