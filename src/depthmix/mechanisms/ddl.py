@@ -79,9 +79,9 @@ class DeepDelta(DepthMixer):
     takes_decay = frozenset({"beta_weight", "value_weight"})
     variants = (
         {},
-        {"value_width": 3},
-        {"beta": 0.5, "key_norm": "rms", "key_eps": 1e-5},
-        {"value_width": 2, "key_norm": "l2_squared", "target_input": "read", "target_bias": True, "target_bound": 4.0},
+        {"value_width": 3, "key_eps": 0.1},
+        {"beta": 0.5, "key_norm": "rms", "key_eps": 1e-5, "target_bias": True},
+        {"value_width": 2, "key_norm": "l2_squared", "key_eps": 0.1, "target_input": "read", "target_bound": 4.0},
     )
 
     beta_weight: Tensor | None
