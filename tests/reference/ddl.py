@@ -1,195 +1,243 @@
-"""ddl in plain loops: a state of V values of width D, rewritten by the delta rule.
+"""Deep Delta Learning: a matrix state over depth, written by the delta rule along each sublayer's output.
 
-Axes: L sublayers f_1 ... f_L; l a row (1 ... L+1, the last is the head's); i a source (0 the embedding, i >= 1 what
-sublayer i wrote); n a token (the flattened leading shape); j a value (0 ... V-1); D the width.
+Axes: ... leading shape (tokens), D width, V values of the state, L sublayers;
+rows l = 1 … L+1 (the last is the head), sources i = 0 … L (0 is the embedding), j = 0 … V−1.
 
-For one token:
+    norm(v) = v / sqrt(mean(v²) + eps)
+    X[j] = v_0    for every j                                 rows X[j] of length D
+    h_l = Σ_j r_l[j] X[j]                                     r_l = 1/V with V = 1 and at l = 1
+    c_l = norm(h_l)
+    β_l = 2 σ(⟨w_l, c_l⟩ + b_l)                               one number per token
+    p_l = W_l in_l (+ a_l with target_bias)                   in_l = c_l ("normed") or h_l ("read"); [V]
+    val_l = p_l, or s σ(p_l) with target_bound = s
+    y_l = f_l(h_l)
+    k_l = y_l / (‖y_l‖ + key_eps)                             key_norm="l2"
+        = y_l / sqrt(‖y_l‖² + key_eps²)                       key_norm="l2_squared"
+        = y_l / sqrt(‖y_l‖² + D key_eps)                      key_norm="rms"
+    X[j] ← X[j] + β_l (val_l[j] − ⟨X[j], k_l⟩) k_l
 
-    X[j]  = v_0                                            for every j
-    h_l   = sum_j r_l[j] X[j]                              h_1 = v_0; V = 1: r = 1
-    c_l   = norm(h_l)
-    k_l   = norm_k(y_l) / sqrt(D),   y_l = f_l(h_l)
-    b_l   = 2 sigmoid(<w_l, c_l> + bias_l)                 beta_l
-    val_l = W_l c_l                                        [V]
-    X[j] <- X[j] + b_l (val_l[j] - <X[j], k_l>) k_l
+    A_l = I − β_l k_l k_lᵀ                                    [D, D]
+    T_{i→l} = A_{l−1} … A_{i+1}    for i < l, with T_{l−1→l} = I
+    contribution of 0 to row l:     (Σ_j r_l[j]) T_{0→l} v_0
+    contribution of i ≥ 1 to row l: Σ_j r_l[j] T_{i→l} (β_i val_i[j] k_i)
+    read-out matrix: k_lᵀ T_{i→l} k_i    for 1 ≤ i < l ≤ L
 
-Closed form, with the operators A_l = I - b_l k_l k_l^T (D x D):
-
-    T_{i->l}  = A_{l-1} ... A_{i+1}                        T_{l-1->l} = I
-    source 0: X_0[j] = v_0,   source i >= 1: w_i[j] = b_i val_i[j] k_i
-    contribution of source i to row l = sum_j r_l[j] T_{i->l} w_i[j]          (T_{0->l} v_0 for the embedding)
-    read-out matrix [l, i] = k_l^T T_{i->l} k_i            1 <= i < l <= L
+At y = 0 the derivatives of ‖y‖ count as 0, so k = 0 there and its derivative is I/key_eps with "l2".
+The option beta is the start of b_l only: the values themselves are in params. Squares are taken as they are:
+in float64 that is right for outputs of size 1e-150 to 1e150.
 """
 
-import math
-
 import torch
-from torch import Tensor
 
 
-def _norm(v: Tensor, eps: float) -> Tensor:
-    """norm(v) = v / sqrt(mean(v^2) + eps)."""
-    return v / torch.sqrt(torch.mean(v * v) + eps)
+def _norm(v: torch.Tensor, eps: float) -> torch.Tensor:
+    return v / torch.sqrt((v * v).mean(dim=-1, keepdim=True) + eps)
 
 
-def _tokens(t: Tensor) -> list[Tensor]:
-    """[..., D] -> the list of its tokens, each [D]."""
-    flat = t.reshape(-1, t.shape[-1])
-    return [flat[n] for n in range(flat.shape[0])]
+def _key(y: torch.Tensor, key_norm: str, key_eps: float) -> torch.Tensor:
+    """k of one token's output y [D]."""
+    D = y.shape[-1]
+    squares = (y * y).sum()  # ‖y‖²
+    if key_norm == "l2":
+        if squares == 0:
+            return y / key_eps  # ‖y‖ and its derivatives are 0
+        return y / (torch.sqrt(squares) + key_eps)
+    if key_norm == "l2_squared":
+        return y / torch.sqrt(squares + key_eps**2)
+    if key_norm == "rms":
+        return y / torch.sqrt(squares + D * key_eps)
+    raise ValueError(f"key_norm {key_norm!r}")
 
 
-def _join(tokens: list[Tensor], x: Tensor) -> Tensor:
-    """A list of tokens, each [D], -> a tensor shaped like x."""
-    return torch.stack(tokens).reshape(x.shape) if tokens else x
-
-
-def _readout(layer: int, n_sublayers: int, value_width: int, params: dict[str, Tensor], x: Tensor) -> list[Tensor]:
-    """r_l[j] for every j: a parameter for V >= 2 and l >= 2, else 1/V."""
-    if value_width == 1 or layer == 1:
-        return [x.new_tensor(1 / value_width) for _ in range(value_width)]
-    name = "out.readout" if layer == n_sublayers + 1 else f"mixers.{layer - 1}.readout"
-    return [params[name][j] for j in range(value_width)]
+def _join(tokens: list[torch.Tensor], x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """One tensor [..., *shape] of the tokens' tensors, with the leading shape of x."""
+    if not tokens:
+        return x.new_zeros(*x.shape[:-1], *shape)
+    return torch.stack(tokens).reshape(*x.shape[:-1], *shape)
 
 
 def _run(
-    x: Tensor,
+    x: torch.Tensor,
     sublayers: list,
-    params: dict[str, Tensor],
+    params: dict[str, torch.Tensor],
     value_width: int,
-    eps: float,
+    key_norm: str,
     key_eps: float,
-) -> tuple[list[Tensor], dict[int, list[Tensor]], dict[int, list[Tensor]], dict[int, list[Tensor]]]:
-    """[h_1 ... h_{L+1}], and k, beta, val as dicts by l >= 1 of lists over tokens."""
-    width = x.shape[-1]
-    n_sublayers = len(sublayers)
-    # X[n][j] is the value j of token n.
-    state = [[v_0 for _ in range(value_width)] for v_0 in _tokens(x)]
-    hs: list[Tensor] = []
-    key: dict[int, list[Tensor]] = {}
-    beta: dict[int, list[Tensor]] = {}
-    val: dict[int, list[Tensor]] = {}
-
-    for layer in range(1, n_sublayers + 2):
-        # h_l = sum_j r_l[j] X[j]
-        if layer == 1:
-            h = x
+    target_input: str,
+    target_bias: bool,
+    target_bound: float | None,
+    eps: float,
+) -> tuple[list, list, list, list, list]:
+    """hs = [h_1, ..., h_{L+1}] shaped like x, rs = [r_1, ..., r_{L+1}] of shape [V], and, by sublayer and
+    token, betas[l−1][t] of shape [], keys[l−1][t] of shape [D], vals[l−1][t] of shape [V]."""
+    D = x.shape[-1]
+    V = value_width
+    L = len(sublayers)
+    if target_input not in ("normed", "read"):
+        raise ValueError(f"target_input {target_input!r}")
+    embedding = x.reshape(-1, D)
+    N = embedding.shape[0]  # tokens
+    X = []
+    for t in range(N):
+        X.append([embedding[t] for _ in range(V)])  # V copies of v_0
+    hs, rs, betas, keys, vals = [], [], [], [], []
+    for ell in range(1, L + 2):
+        if V == 1 or (ell == 1 and L >= 1):
+            r = x.new_ones(V) / V
+        elif ell <= L:
+            r = params[f"mixers.{ell - 1}.readout"].reshape(V)
         else:
-            r = _readout(layer, n_sublayers, value_width, params, x)
-            h = _join([sum(r[j] * X[j] for j in range(value_width)) for X in state], x)
+            r = params["out.readout"].reshape(V)
+        reads = []
+        for t in range(N):
+            h_t = torch.zeros_like(embedding[t])
+            for j in range(V):
+                h_t = h_t + r[j] * X[t][j]  # h_l = Σ_j r_l[j] X[j]
+            reads.append(h_t)
+        h = _join(reads, x, (D,))
         hs.append(h)
-        if layer == n_sublayers + 1:
+        rs.append(r)
+        if ell == L + 1:
             break
 
-        y = sublayers[layer - 1](h)  # y_l = f_l(h_l)
-        w = params[f"mixers.{layer - 1}.beta_weight"]
-        bias = params[f"mixers.{layer - 1}.beta_bias"][0]
-        W = params[f"mixers.{layer - 1}.value_weight"]
+        w = params[f"mixers.{ell - 1}.beta_weight"].reshape(D)
+        b = params[f"mixers.{ell - 1}.beta_bias"].reshape(())
+        W = params[f"mixers.{ell - 1}.value_weight"].reshape(V, D)
+        y = sublayers[ell - 1](h).reshape(-1, D)  # y_l = f_l(h_l)
+        betas_l, keys_l, vals_l = [], [], []
+        for t in range(N):
+            c = _norm(reads[t], eps)  # c_l
+            beta = 2 * torch.sigmoid((w * c).sum() + b)  # β_l
+            source = c if target_input == "normed" else reads[t]  # in_l
+            k = _key(y[t], key_norm, key_eps)  # k_l
+            val = []
+            for j in range(V):
+                p = (W[j] * source).sum()  # p_l[j]
+                if target_bias:
+                    p = p + params[f"mixers.{ell - 1}.value_bias"].reshape(V)[j]
+                val.append(p if target_bound is None else target_bound * torch.sigmoid(p))  # val_l[j]
+                # X[j] ← X[j] + β_l (val_l[j] − ⟨X[j], k_l⟩) k_l
+                X[t][j] = X[t][j] + beta * (val[j] - (X[t][j] * k).sum()) * k
+            betas_l.append(beta)
+            keys_l.append(k)
+            vals_l.append(torch.stack(val))
+        betas.append(betas_l)
+        keys.append(keys_l)
+        vals.append(vals_l)
+    return hs, rs, betas, keys, vals
 
-        key[layer], beta[layer], val[layer] = [], [], []
-        next_state = []
-        for h_n, y_n, X in zip(_tokens(h), _tokens(y), state, strict=True):
-            c = _norm(h_n, eps)  # c_l
-            k = _norm(y_n, key_eps) / math.sqrt(width)  # k_l
-            b = 2 * torch.sigmoid(torch.dot(w, c) + bias)  # beta_l
-            value = torch.stack([torch.dot(W[j], c) for j in range(value_width)])  # val_l = W_l c_l
-            # X[j] <- X[j] + beta_l (val_l[j] - <X[j], k_l>) k_l
-            next_state.append([X[j] + b * (value[j] - torch.dot(X[j], k)) * k for j in range(value_width)])
-            key[layer].append(k)
-            beta[layer].append(b)
-            val[layer].append(value)
-        state = next_state
 
-    return hs, key, beta, val
-
-
-def _operator(
-    i: int, layer: int, n: int, key: dict[int, list[Tensor]], beta: dict[int, list[Tensor]], x: Tensor
-) -> Tensor:
-    """T_{i->l} = A_{l-1} ... A_{i+1} of token n, with A_s = I - beta_s k_s k_s^T; [D, D]."""
-    eye = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    T = eye
-    for s in range(i + 1, layer):
-        A = eye - beta[s][n] * torch.outer(key[s][n], key[s][n])
-        T = A @ T
+def _operator(i: int, ell: int, t: int, betas: list, keys: list, x: torch.Tensor) -> torch.Tensor:
+    """T_{i→l} [D, D] of token t."""
+    D = x.shape[-1]
+    eye = torch.eye(D, dtype=x.dtype, device=x.device)
+    T = eye  # T_{l−1→l} = I
+    for m in range(i + 1, ell):
+        k = keys[m - 1][t]
+        A = eye - betas[m - 1][t] * torch.outer(k, k)  # A_m = I − β_m k_m k_mᵀ
+        T = A @ T  # later sublayers act from the left
     return T
 
 
 def inputs(
-    x: Tensor,
+    x: torch.Tensor,
     sublayers: list,
-    params: dict[str, Tensor],
+    params: dict[str, torch.Tensor],
     *,
     value_width: int = 1,
     beta: float = 1.0,
+    key_norm: str = "l2",
+    key_eps: float = 1e-10,
+    target_input: str = "normed",
+    target_bias: bool = False,
+    target_bound: float | None = None,
     eps: float = 1e-6,
-    key_eps: float = 1e-5,
-) -> list[Tensor]:
+) -> list[torch.Tensor]:
     """[h_1, ..., h_{L+1}], each shaped like x."""
-    del beta  # it decides only where beta_bias starts
-    return _run(x, sublayers, params, value_width, eps, key_eps)[0]
+    hs, _, _, _, _ = _run(
+        x, sublayers, params, value_width, key_norm, key_eps, target_input, target_bias, target_bound, eps
+    )
+    return hs
 
 
 def contributions(
-    x: Tensor,
+    x: torch.Tensor,
     sublayers: list,
-    params: dict[str, Tensor],
+    params: dict[str, torch.Tensor],
     *,
     value_width: int = 1,
     beta: float = 1.0,
+    key_norm: str = "l2",
+    key_eps: float = 1e-10,
+    target_input: str = "normed",
+    target_bias: bool = False,
+    target_bound: float | None = None,
     eps: float = 1e-6,
-    key_eps: float = 1e-5,
-) -> Tensor:
-    """[L+1 (row l), L+1 (source i), ..., D]: what source i contributes to h_l; zero for i >= l."""
-    del beta  # it decides only where beta_bias starts
-    n_sublayers = len(sublayers)
-    _, key, b, val = _run(x, sublayers, params, value_width, eps, key_eps)
-    embedding = _tokens(x)
-
+) -> torch.Tensor:
+    """[L+1, L+1, ..., D]: entry [l−1, i] is the contribution of source i to row l, zero for i ≥ l."""
+    D = x.shape[-1]
+    V = value_width
+    L = len(sublayers)
+    _, rs, betas, keys, vals = _run(
+        x, sublayers, params, value_width, key_norm, key_eps, target_input, target_bias, target_bound, eps
+    )
+    embedding = x.reshape(-1, D)
+    N = embedding.shape[0]
     rows = []
-    for layer in range(1, n_sublayers + 2):
-        r = _readout(layer, n_sublayers, value_width, params, x)
+    for ell in range(1, L + 2):
+        r = rs[ell - 1]
         row = []
-        for i in range(n_sublayers + 1):
-            if i >= layer:
-                row.append(torch.zeros_like(x))
-                continue
+        for i in range(L + 1):
             tokens = []
-            for n, v_0 in enumerate(embedding):
-                T = _operator(i, layer, n, key, b, x)
-                if i == 0:
-                    written = [v_0 for _ in range(value_width)]  # X_0[j] = v_0
-                else:
-                    written = [b[i][n] * val[i][n][j] * key[i][n] for j in range(value_width)]  # w_i[j]
-                tokens.append(sum(r[j] * (T @ written[j]) for j in range(value_width)))  # sum_j r_l[j] T_{i->l} w_i[j]
-            row.append(_join(tokens, x))
+            for t in range(N):
+                total = torch.zeros_like(embedding[t])
+                if i < ell:
+                    T = _operator(i, ell, t, betas, keys, x)
+                    for j in range(V):
+                        if i == 0:
+                            written = embedding[t]  # v_0
+                        else:
+                            written = betas[i - 1][t] * vals[i - 1][t][j] * keys[i - 1][t]  # β_i val_i[j] k_i
+                        total = total + r[j] * (T @ written)  # Σ_j r_l[j] T_{i→l} (…)
+                tokens.append(total)
+            row.append(_join(tokens, x, (D,)))
         rows.append(torch.stack(row))
     return torch.stack(rows)
 
 
 def readout_matrix(
-    x: Tensor,
+    x: torch.Tensor,
     sublayers: list,
-    params: dict[str, Tensor],
+    params: dict[str, torch.Tensor],
     *,
     value_width: int = 1,
     beta: float = 1.0,
+    key_norm: str = "l2",
+    key_eps: float = 1e-10,
+    target_input: str = "normed",
+    target_bias: bool = False,
+    target_bound: float | None = None,
     eps: float = 1e-6,
-    key_eps: float = 1e-5,
-) -> Tensor:
-    """[..., L, L+1]: entry [l-1, i] is k_l^T T_{i->l} k_i for 1 <= i < l, else zero."""
-    del beta  # it decides only where beta_bias starts
-    n_sublayers = len(sublayers)
-    shape = (*x.shape[:-1], n_sublayers, n_sublayers + 1)
-    _, key, b, _ = _run(x, sublayers, params, value_width, eps, key_eps)
-
-    zero = x.new_zeros(())
-    entries = []
-    for n in range(len(_tokens(x))):
-        for layer in range(1, n_sublayers + 1):
-            for i in range(n_sublayers + 1):
-                if 1 <= i < layer:
-                    T = _operator(i, layer, n, key, b, x)
-                    entries.append(torch.dot(key[layer][n], T @ key[i][n]))  # k_l^T T_{i->l} k_i
+) -> torch.Tensor:
+    """[..., L, L+1]: entry [l−1, i] is k_lᵀ T_{i→l} k_i for 1 ≤ i < l ≤ L, zero elsewhere."""
+    D = x.shape[-1]
+    L = len(sublayers)
+    _, _, betas, keys, _ = _run(
+        x, sublayers, params, value_width, key_norm, key_eps, target_input, target_bias, target_bound, eps
+    )
+    if L == 0:
+        return x.new_zeros(*x.shape[:-1], 0, 1)
+    tokens = []
+    for t in range(x.reshape(-1, D).shape[0]):
+        rows = []
+        for ell in range(1, L + 1):
+            row = []
+            for i in range(L + 1):
+                if 1 <= i < ell:
+                    T = _operator(i, ell, t, betas, keys, x)
+                    row.append((keys[ell - 1][t] * (T @ keys[i - 1][t])).sum())  # k_lᵀ T_{i→l} k_i
                 else:
-                    entries.append(zero)
-    return torch.stack(entries).reshape(shape) if entries else x.new_zeros(shape)
+                    row.append(x.new_zeros(()))
+            rows.append(torch.stack(row))
+        tokens.append(torch.stack(rows))
+    return _join(tokens, x, (L, L + 1))
