@@ -287,6 +287,8 @@ def test_blocks_are_counted_as_they_fall(depth: int, asked: int, size: int, real
     assert f"{real} blocks of {size} sublayers" in repr(stack)
     assert (f"asked for {asked}" in repr(stack)) is (real != asked)
     assert stack.spec(depth).essential == real + 1
+    assert ("cannot be expressed in whole layers" in repr(stack)) is (size % 2 == 1)
+    assert ("full AttnRes" in repr(stack)) is (size == 1)
 
 
 def test_the_embedding_is_counted_once() -> None:

@@ -106,8 +106,9 @@ def _block_size(L: int, block_sublayers: int | None, num_blocks: int | None) -> 
     """S."""
     if block_sublayers is not None and num_blocks is not None:
         raise ValueError("give block_sublayers or num_blocks, not both")
-    if block_sublayers is None and num_blocks is None:
-        num_blocks = min(8, L)
+    if block_sublayers is None and num_blocks is None:  # the even number nearest to L/8, the larger of two
+        evens = list(range(2, L + 1, 2))
+        return min(evens, key=lambda S: (abs(8 * S - L), -S)) if evens else 1
     given = num_blocks if block_sublayers is None else block_sublayers
     if not 1 <= given <= L:
         raise ValueError(f"block_sublayers and num_blocks must be in 1 ... {L}")

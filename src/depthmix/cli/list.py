@@ -105,4 +105,8 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
     console.print("rank     semiseparable rank of the depth mixing matrix M, generic coefficients")
     console.print("traffic  reads + writes per token and sublayer counted in widths D")
     console.print("two-phase  queries are known in advance: reads of several sites share a pass")
-    console.print("PreNorm  whether a fresh stack computes the PreNorm network\n")
+    console.print("PreNorm  whether a fresh stack computes the PreNorm network")
+    for row in rows:
+        if row["note"]:
+            console.print(f"{row['name']}: {row['note']}", highlight=False)
+    console.print()

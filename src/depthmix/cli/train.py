@@ -179,6 +179,8 @@ class Progress:
         self.steps, self.first, self.begun = event["steps"], event["step"], time.monotonic()
         goes = f"goes on after step {self.first} of {self.steps}" if self.first else f"{self.steps} steps"
         self.say(f"{event['parameters']:,} parameters, {goes}")
+        if event["layout"]:
+            self.say(f"depth mixing: {event['layout']}")
         if sys.stderr.isatty():
             from rich import progress as rich
             from rich.console import Console

@@ -14,8 +14,8 @@ from depthmix.mechanisms.two_phase import TwoPhaseAttention
 
 @dataclass(frozen=True, kw_only=True)
 class BlockAttnResConfig(SourceAttentionConfig):
-    block_sublayers: int | None = option(None, "sublayers in a block")
-    num_blocks: int | None = option(None, "how many blocks; neither: 8")
+    block_sublayers: int | None = option(None, "sublayers in a block; by default the even number nearest to L/8")
+    num_blocks: int | None = option(None, "number of blocks N, of ⌈L/N⌉ sublayers each")
     scale_by_count: bool = option(False, "multiply by the number of sources: PreNorm at the start, exactly")
 
     def check(self, *, dim: int, depth: int) -> None:
@@ -38,7 +38,21 @@ class BlockAttnResConfig(SourceAttentionConfig):
         """Sublayers in a block."""
         if self.block_sublayers is not None:
             return self.block_sublayers
-        return -(-depth // (self.num_blocks or min(8, depth)))
+        if self.num_blocks is not None:
+            return -(-depth // self.num_blocks)
+        return min(depth, max(2, 2 * ((depth + 8) // 16)))  # even and nearest to depth / 8, ties upward
+
+    def layout(self, depth: int) -> str:
+        """How the blocks fall, for people to read."""
+        size = self.size(depth)
+        blocks = -(-depth // size)
+        asked = f" (asked for {self.num_blocks})" if self.num_blocks not in (None, blocks) else ""
+        words = f"{blocks} blocks of {size} sublayers{asked}"
+        if blocks > 1 and size == 1:
+            words += ": full AttnRes"
+        if blocks > 1 and size % 2:
+            words += "; an odd block size cannot be expressed in whole layers (attention and MLP)"
+        return words
 
 
 class BlockAttnRes(TwoPhaseAttention):
@@ -80,7 +94,6 @@ class BlockAttnRes(TwoPhaseAttention):
         generic = max(min(1 + -(-k // size), depth + 1 - k) for k in range(depth + 1))
         mean = sum(counts) / depth
         reads, writes = (blocks / size + 3, 2) if config.two_phase else (mean + 2, 2)
-        asked = f" (asked for {config.num_blocks})" if config.num_blocks not in (None, blocks) else ""
         return Facts(
             preserves_prenorm=config.prenorm(),
             rank=config.rank(dim, generic, extra=1),  # the partial's key changes as it grows
@@ -88,7 +101,7 @@ class BlockAttnRes(TwoPhaseAttention):
             reads=reads * dim,
             writes=writes * dim,
             two_phase=config.two_phase,
-            note=f"{blocks} blocks of {size} sublayers{asked}",
+            note=config.layout(depth),
         )
 
     def __init__(self, site: Site, config: BlockAttnResConfig) -> None:

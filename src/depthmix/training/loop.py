@@ -152,8 +152,8 @@ def begin(config: TrainConfig, device: torch.device, report: Report, trace: metr
         restore(run, found[1])
     if ranks.rank() == 0:
         run.log = metrics.Metrics(run.folder / "metrics.jsonl", run.progress.step, config.run.tracker)
-        count = count_parameters(config.model).total
-        report({"kind": "begin", "step": run.progress.step, "steps": config.run.steps, "parameters": count})
+        size = {"parameters": count_parameters(config.model).total, "layout": run.model.depth.facts.note}
+        report({"kind": "begin", "step": run.progress.step, "steps": config.run.steps, **size})
     return run
 
 
