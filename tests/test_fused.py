@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,22 +17,28 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+import depthmix as dm
 from depthmix import ops
 from depthmix.analysis.invariants import make_probe, verify
-from depthmix.ops import backend, fused
+from depthmix.ops import backend, closed, fused, native
 from tests import fla_stand_in
+from tests.test_two_phase import counted, rows_and_gradients
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """The lookup is remembered: forget it before and after."""
-    fused.load.cache_clear()
+    """The lookup and the warning are remembered: forget them before and after."""
+    caches = (fused.load, backend.warn_of_missing_kernel)
+    for cache in caches:
+        cache.cache_clear()
     yield
-    fused.load.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 @pytest.fixture
@@ -113,19 +120,65 @@ def test_a_single_read_goes_to_the_kernel_and_equals_the_reference(
 
 
 @pytest.mark.parametrize("name", ["attnres", "block_attnres"])
-def test_a_stack_sends_its_direct_reads_there_and_no_others(name: str, calls: Any) -> None:
-    """Of 12 sublayers: those before anything is finished, and the output; phases 1 and 2 need log-sum-exps."""
+def test_a_stack_sends_all_its_reads_there(name: str, calls: Any) -> None:
+    """Of 12 sublayers: all but the first, which reads the embedding alone, and the output."""
     options = {"block_sublayers": 4} if name == "block_attnres" else {}
     probe = make_probe(name, options, depth=12, dtype=torch.float32)
     out = probe.run()
     with ops.using("reference"):
         plain = probe.run()
     assert_same([out], [plain], torch.float32)
-    size = probe.stack.out.group_size(probe.stack.config, 12)
-    sizes = [len(call["sources"]) for call in calls]
-    last = 4 if name == "block_attnres" else 13
-    direct = [2] * 3 if name == "block_attnres" else list(range(2, size + 1))
-    assert sizes == [*direct, last]
+    assert [len(call["sources"]) for call in calls] == [probe.stack.spec(i).essential for i in range(1, 13)]
+
+
+@pytest.mark.parametrize(("name", "reads"), [("attnres", 12), ("block_attnres", 12), ("delta_attnres", 11)])
+def test_all_reads_of_a_training_step_reach_the_kernel(name: str, reads: int, calls: Any) -> None:
+    """The output of delta_attnres is a plain sum. Nothing is read ahead, so nothing derived travels but its sum."""
+    probe = make_probe(name, {}, depth=12, dtype=torch.float32)
+    with counted(native, closed) as others:
+        rows, grads = rows_and_gradients(probe, "auto")
+    assert len(calls) == reads
+    assert others == []
+    plain_rows, plain_grads = rows_and_gradients(probe, "reference")
+    assert_same([*rows, *grads], [*plain_rows, *plain_grads], torch.float32)
+    if name != "delta_attnres":
+        assert [len(state) for state in probe.states()] == [probe.stack.spec(i).essential for i in range(13)]
+
+
+@pytest.mark.parametrize("choice", ["auto", "fused"])
+def test_what_was_read_ahead_elsewhere_is_left_aside(choice: Any, calls: Any) -> None:
+    probe = make_probe("block_attnres", {"block_sublayers": 4}, depth=12, dtype=torch.float32)
+    with ops.using("torch"):
+        state = probe.states()[6]
+    assert len(state) > probe.stack.spec(6).essential
+    with ops.using(choice):
+        h, carry = probe.stack[6].read(state)
+    assert len(calls) == 1
+    assert carry == ()
+    with ops.using("reference"):
+        assert_same([h], [probe.stack[6].read(state)[0]], torch.float32)
+
+
+@pytest.mark.parametrize(("name", "reads"), [("attnres", 12), ("block_attnres", 12), ("delta_attnres", 11)])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_all_reads_on_a_cuda_device_reach_the_kernel(
+    name: str, reads: int, dtype: torch.dtype, stand_in: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors without storage, which say that they are on a GPU; without one autograd does not take them."""
+    monkeypatch.setattr(fused, "PLAIN", (*fused.PLAIN, FakeTensor))
+    with FakeTensorMode(), torch.device("cuda"), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # their memory begins nowhere, and torch warns of the question
+        stack = dm.DepthStack(name, dim=8, depth=12)
+        out = stack(torch.randn(2, 3, 8, dtype=dtype), [torch.tanh] * 12)
+    assert (out.device.type, out.dtype, out.shape) == ("cuda", dtype, (2, 3, 8))
+    assert len(stand_in) == reads
+
+
+def test_tensors_without_storage_are_not_given_to_a_kernel_that_needs_memory(stand_in: Any) -> None:
+    with FakeTensorMode(), torch.device("cuda"):
+        sources, query = [torch.randn(3, 8)] * 2, torch.randn(1, 8)
+    assert "FakeTensor" in fused.obstacle(sources, query, normalize=True)
+    assert ops.sharing_pays(sources, query, normalize=True)
 
 
 def test_key_weights_reach_the_kernel_within_the_query(calls: Any) -> None:
@@ -267,7 +320,7 @@ def test_second_derivatives_are_refused_where_the_kernel_would_lose_them(calls: 
 
 def test_what_serves_is_described_for_each_device_and_dtype(calls: Any) -> None:
     assert backend.describe("cuda:1").startswith("fused (fla-core")
-    assert "single reads" in backend.describe("cuda", torch.bfloat16)
+    assert "each read on its own" in backend.describe("cuda", torch.bfloat16)
     assert backend.describe("cuda", torch.float64).startswith("torch (fla-core's kernel computes in float32")
     assert backend.describe("cpu", torch.bfloat16).startswith("torch (")
     assert backend.describe("mps") == "torch (there is no kernel for mps)"
@@ -282,12 +335,32 @@ def test_verify_tells_what_serves_on_its_device(capsys: pytest.CaptureFixture[st
 
 def test_without_fla_core_the_ordinary_path_serves_and_the_extra_is_named(pretended_gpu: None, no_fla: None) -> None:
     sources, query = sample()
-    found = value_and_gradients(sources, query)
+    with pytest.warns(UserWarning, match=r"plain torch operations.*pip install 'depthmix\[kernels\]'"):
+        found = value_and_gradients(sources, query)
     with ops.using("reference"):
         assert_same(found, value_and_gradients(sources, query), torch.float32)
     assert backend.describe("cuda") == "torch (fla-core is not installed: pip install 'depthmix[kernels]')"
     with pytest.raises(RuntimeError, match=r"pip install 'depthmix\[kernels\]'"), ops.using("fused"):
         pass
+
+
+def test_without_fla_core_passes_are_shared_and_the_extra_is_named_once(pretended_gpu: None, no_fla: None) -> None:
+    probe = make_probe("block_attnres", {"block_sublayers": 4}, depth=12, dtype=torch.float32)
+    with counted(native, closed) as reads, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        probe.run()
+        probe.run()
+    (warning,) = caught
+    assert "pip install 'depthmix[kernels]'" in str(warning.message)
+    assert [queries for _, _, queries in reads if queries > 1] == [4, 4] * 2
+
+
+@pytest.mark.parametrize(("options", "dtype"), [({}, torch.float64), ({"key_norm": False}, torch.float32)], ids=str)
+def test_where_the_kernel_would_not_fit_anyway_nothing_is_advised(
+    options: dict[str, Any], dtype: torch.dtype, pretended_gpu: None, no_fla: None, recwarn: pytest.WarningsRecorder
+) -> None:
+    make_probe("block_attnres", {"block_sublayers": 2, **options}, depth=6, dtype=dtype).run()
+    assert [w for w in recwarn if "depthmix" in str(w.message)] == []
 
 
 def test_a_broken_fla_core_is_looked_for_once_and_its_error_shown(
@@ -298,7 +371,8 @@ def test_a_broken_fla_core_is_looked_for_once_and_its_error_shown(
     (tmp_path / "fla" / "ops" / "attnres.py").write_text("raise OSError('no libcuda.so')\n")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     sources, query = sample()
-    assert ops.mixture(sources, query).shape == sources[0].shape
+    with pytest.warns(UserWarning, match=r"no libcuda\.so"):
+        assert ops.mixture(sources, query).shape == sources[0].shape
     assert "OSError: no libcuda.so" in backend.describe("cuda")
     with pytest.raises(RuntimeError, match=r"no libcuda\.so"), ops.using("fused"):
         pass

@@ -147,10 +147,12 @@ def test_full_attnres_is_read_in_groups_of_about_the_root_of_its_depth() -> None
 
 
 def test_options_outside_the_two_phases_go_the_plain_way() -> None:
-    for options in ({"mixing": "sigmoid"}, {"query": "input"}, {"heads": 2}, {"window": 3}, {"scale_by_count": True}):
+    for options in ({"mixing": "sigmoid"}, {"query": "input"}, {"heads": 2}, {"window": 3}):
+        probe = make_probe("attnres", options)
         with counted(native, closed) as calls:
-            make_probe("attnres", options).run()
+            probe.run()
         assert calls == []
+        assert not probe.stack.facts.two_phase
 
 
 def test_what_phase_one_found_travels_behind_the_state_and_is_used_up() -> None:

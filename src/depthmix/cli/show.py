@@ -186,7 +186,7 @@ def cost_table(about: dict[str, Any]) -> Any:
         ("parameters", f"{figures['parameters']:,}" + (f"  ({about['parameters_formula']})" if defaults else "")),
         ("semiseparable rank of M", rank),
         ("starts as PreNorm", facts["preserves_prenorm"]),
-        ("two-phase", "yes: the queries are known in advance" if facts["two_phase"] else "no"),
+        ("two-phase", "yes: the queries are known in advance, and sites share a pass" if facts["two_phase"] else "no"),
         ("state", f"{about['state']}; at most {figures['largest_state_in_widths']:.1f}·D a token"),
         ("state bytes a token", f"{figures['largest_state_bytes_per_token']:,} in {figures['dtype']}"),
         ("reads a token and sublayer", f"{figures['read_bytes_per_token_and_sublayer']:,.0f} bytes"),

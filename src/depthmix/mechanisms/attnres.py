@@ -27,6 +27,10 @@ class AttnResConfig(SourceAttentionConfig):
     def counts_sources(self) -> bool:
         return self.scale_by_count
 
+    @property
+    def single_softmax(self) -> bool:
+        return super().single_softmax and self.window is None
+
     def sources(self, index: int) -> int:
         """How many sources the row of site `index` reads: the embedding and the newest outputs."""
         return 1 + (index if self.window is None else min(index, self.window))
@@ -40,6 +44,9 @@ class AttnRes(TwoPhaseAttention):
     (3) α = softmax(s)
     (4) h_l = Σ_i α_i v_i
     (5) the sources grow by v_l
+
+    Traffic is counted as in the paper's appendix B, for the groups of about √L sublayers that share phase 1 here; the
+    paper's 24·D at L = 128 is for groups of 16.
 
     State: the sources, oldest first. w starts at 0, as the paper demands: uniform weights, the PreNorm network up to
     the scale that each reader's norm removes.
@@ -63,22 +70,20 @@ class AttnRes(TwoPhaseAttention):
     @classmethod
     def facts(cls, config: Any, *, dim: int, depth: int) -> Facts:
         window = config.window if config.window is not None and config.window < depth else None
-        counts = [config.sources(index) for index in range(1, depth + 1)]
+        rows = [config.sources(index) for index in range(depth + 1)]
         sums = {"softmax": 1, "static": 1, "linear": 1}.get(config.mixing)
-        reads, writes = two_phase_traffic(depth) if config.two_phase and not window else (sum(counts) / depth + 1, 2)
+        shares, size = cls.in_two_phases(config, depth), two_phase_block(depth)
+        reads, writes = two_phase_traffic(depth) if shares else (config.direct_reads(rows[:-1]) / depth, 1.0)
         return Facts(
             preserves_prenorm=config.prenorm() if window is None else "no",
             rank=config.rank(dim, rank_cap(depth) if window is None else min(window + 1, rank_cap(depth))),
-            parameters=sum(config.parameters(dim, n) for n in counts),
+            parameters=sum(config.parameters(dim, n) for n in rows[1:]),
             reads=reads * dim,
             writes=writes * dim,
-            two_phase=config.two_phase,
-            row_sums=None if sums is None else tuple(float(n if config.scale_by_count else 1) for n in (1, *counts)),
+            two_phase=shares,
+            row_sums=None if sums is None else tuple(float(n if config.scale_by_count else 1) for n in rows),
+            note=f"groups of {size} sublayers share a pass over what is below them" if shares else "",
         )
-
-    @classmethod
-    def in_two_phases(cls, config: Any) -> bool:
-        return super().in_two_phases(config) and config.window is None
 
     @classmethod
     def group_size(cls, config: Any, depth: int) -> int:
@@ -102,11 +107,16 @@ class AttnRes(TwoPhaseAttention):
 
 
 def two_phase_block(depth: int) -> int:
-    """Sites that share phase 1; about √L needs the least traffic."""
+    """Sites that share phase 1; about √L needs the least traffic, where it divides L."""
     return max(1, round(depth**0.5))
 
 
 def two_phase_traffic(depth: int, block: int | None = None) -> tuple[float, float]:
-    """Reads and writes of full AttnRes a sublayer, in widths (the paper's appendix B)."""
+    """Reads and writes of full AttnRes per sublayer, in widths, counted as the paper's appendix B does.
+
+    Keys and values count separately; the embedding, and reading back what phase 1 found, do not count.
+    """
     block = block or two_phase_block(depth)
-    return depth / block + block - 2, 2
+    ahead = sum(2 * start for start in range(0, depth, block))  # phase 1, once a group
+    recent = sum(2 * (index % block) for index in range(depth))  # phase 2, at every site
+    return (ahead + recent) / depth, 2.0

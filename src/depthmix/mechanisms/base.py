@@ -75,7 +75,7 @@ class Facts:
     parameters: int
     reads: float  # elements read per token and sublayer, the sublayer's own excluded; counted, not measured
     writes: float
-    two_phase: bool = False  # static queries: reads of a block can be batched ahead
+    two_phase: bool = False  # reads of several sites share a pass over finished sources
     row_sums: tuple[float, ...] | None = None  # of M, where they do not depend on the parameters
     note: str = ""
 

@@ -90,17 +90,20 @@ class BlockAttnRes(TwoPhaseAttention):
     def facts(cls, config: Any, *, dim: int, depth: int) -> Facts:
         size = config.size(depth)
         blocks = -(-depth // size)
-        counts = [source_count(size, index) for index in range(1, depth + 1)]
+        rows = [source_count(size, index) for index in range(depth + 1)]
         generic = max(min(1 + -(-k // size), depth + 1 - k) for k in range(depth + 1))
-        mean = sum(counts) / depth
-        reads, writes = (blocks / size + 3, 2) if config.two_phase else (mean + 2, 2)
+        shares, added = cls.in_two_phases(config, depth), depth - blocks  # sublayers that add to a partial
+        if shares:  # the paper's Table 1
+            reads, writes = blocks**2 / depth + 3, 2.0
+        else:
+            reads, writes = (config.direct_reads(rows[:-1]) + 2 * added) / depth, 1 + added / depth
         return Facts(
             preserves_prenorm=config.prenorm(),
             rank=config.rank(dim, generic, extra=1),  # the partial's key changes as it grows
-            parameters=sum(config.parameters(dim, n) for n in counts),
+            parameters=sum(config.parameters(dim, n) for n in rows[1:]),
             reads=reads * dim,
             writes=writes * dim,
-            two_phase=config.two_phase,
+            two_phase=shares,
             note=config.layout(depth),
         )
 

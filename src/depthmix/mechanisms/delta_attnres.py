@@ -37,14 +37,14 @@ class DeltaAttnRes(SourceAttention):
     @classmethod
     def facts(cls, config: Any, *, dim: int, depth: int) -> Facts:
         normalised = config.mixing != "sigmoid"
+        summed = cls.sums(config) * (depth - 1)  # rows that move the running sum on and add their mixture to it
         rows = [float(row + 1 + (0 < row < depth)) for row in range(depth + 1)]
         return Facts(
             preserves_prenorm=config.prenorm() if depth > 1 else "exact",  # one sublayer: no row attends
             rank=config.rank(dim, rank_cap(depth) if depth > 1 else 1, extra=1),
             parameters=sum(config.parameters(dim, index + 1) for index in range(1, depth)),
-            reads=(depth / 2 + 3) * dim,
-            writes=2 * dim,
-            two_phase=config.two_phase,
+            reads=(config.direct_reads(range(1, depth + 1)) + 3 * summed) / depth * dim,
+            writes=(1 + summed / depth) * dim,
             row_sums=tuple(rows) if normalised else None,
         )
 
@@ -60,7 +60,7 @@ class DeltaAttnRes(SourceAttention):
     @classmethod
     def sums(cls, config: Any) -> bool:
         """Whether a read is the running sum plus a mixture that keeps references and numbers only."""
-        return bool(config.two_phase and config.heads == 1)
+        return bool(config.single_softmax)
 
     def __init__(self, site: Site, config: Any) -> None:
         super().__init__(site, config)
@@ -85,7 +85,7 @@ class DeltaAttnRes(SourceAttention):
         if self.query is None:
             return stream, None
         config, folded = self.config, ops.fold(self.query, self.key_weight, stream.dtype)
-        (h,), _ = ops.mixtures(sources, folded, normalize=config.key_norm, eps=config.eps, scale=config.scale)
+        h = ops.mixture(sources, folded, normalize=config.key_norm, eps=config.eps, scale=config.scale)
         return ops.weighted_sum([stream, h], [None, None]), stream
 
     def write(self, state: State, carry: Any, y: Tensor) -> State:

@@ -73,8 +73,13 @@ class SourceAttentionConfig(MixerConfig):
         return min(generic, dim // self.heads + extra) if factors else generic
 
     @property
-    def two_phase(self) -> bool:
-        return self.query == "static" and self.mixing == "softmax"
+    def single_softmax(self) -> bool:
+        """Whether a read is one softmax under a query known in advance: what `ops.mixture` computes."""
+        return self.query == "static" and self.mixing == "softmax" and self.heads == 1
+
+    def direct_reads(self, sources: Sequence[int]) -> int:
+        """Widths that rows over this many sources read as keys and as values, the embedding not counted."""
+        return sum(n - 1 for n in sources) * (1 if self.mixing == "static" else 2)
 
 
 def check_count(scale_by_count: bool, mixing: str) -> None:

@@ -6,7 +6,8 @@ came since (the running partial of a block; the group's own outputs) as one more
 pass of phase 1 sums the gradients of all readers into each source at once.
 
 What phase 1 found for later sites travels behind the essential tensors of the state, a mixture and a log-sum-exp for
-each reader, and is used up one by one. Where it was dropped, at a cut, the next read makes it again.
+each reader, and is used up one by one. Where it was dropped, at a cut, the next read makes it again. Where a kernel
+reads each site on its own for less (`ops.sharing_pays`), nothing is read ahead and nothing travels.
 """
 
 from __future__ import annotations
@@ -37,13 +38,14 @@ class TwoPhaseAttention(SourceAttention):
         raise NotImplementedError("a subclass says what phase 1 covers")
 
     @classmethod
-    def in_two_phases(cls, config: Any) -> bool:
-        return bool(config.two_phase and config.heads == 1 and not config.counts_sources)
+    def in_two_phases(cls, config: Any, depth: int) -> bool:
+        """Whether reads share passes: decides what runs, what `spec` tells and what the facts count."""
+        return bool(config.single_softmax and 1 < cls.group_size(config, depth) < depth)
 
     def __init__(self, site: Site, config: Any) -> None:
         super().__init__(site, config)
         self.settled = self.finished(config, site)
-        self.shares_reads = self.in_two_phases(config) and self.attends(site)
+        self.is_mixture = config.single_softmax and self.attends(site)
 
     def bind(self, following: Sequence[DepthMixer]) -> None:
         size = self.group_size(self.config, self.site.depth)
@@ -55,7 +57,7 @@ class TwoPhaseAttention(SourceAttention):
         """`spec` of the essential tensors with what phase 1 left behind them."""
         size = self.group_size(self.config, site.depth)
         place = site.index % size
-        if not self.in_two_phases(self.config) or not place or self.finished(self.config, site) <= 1:
+        if not self.in_two_phases(self.config, site.depth) or not place or self.finished(self.config, site) <= 1:
             return spec
         waiting = min(size - place, site.depth + 1 - site.index)
         derived: tuple[tuple[int, ...], ...] = ((site.dim,), ()) * waiting
@@ -66,27 +68,34 @@ class TwoPhaseAttention(SourceAttention):
         return ops.fold(self.query, self.key_weight, self.query.dtype)
 
     def read(self, state: State) -> tuple[Tensor, Any]:
-        if not self.shares_reads:
+        if not self.is_mixture:
             return super().read(state)
         self.check_state(state)
         sources, derived = state[: self.expects.essential], state[self.expects.essential :]
         options = {"normalize": self.config.key_norm, "eps": self.config.eps, "scale": self.config.scale}
+        query = self.folded().to(ops.accumulator(sources[0].dtype))
         if len(derived) % 2:  # cut in the middle of a pair
             derived = ()
-        if not derived and (self.settled <= 1 or len(self.readers) <= 1):  # nothing to share
-            return ops.mixture(sources, self.folded().to(ops.accumulator(sources[0].dtype)), **options), ()
+        to_share = derived or (self.settled > 1 and len(self.readers) > 1)
+        if to_share and ops.sharing_pays(sources, query, normalize=self.config.key_norm):
+            h, waiting = self.read_ahead(sources, derived, query, options)
+        else:
+            h, waiting = ops.mixture(sources, query, **options), ()
+        return (h * len(sources) if self.config.counts_sources else h), waiting
+
+    def read_ahead(self, sources: State, derived: State, query: Tensor, options: Any) -> tuple[Tensor, State]:
+        """Phase 1 where its results are not here yet, then phase 2; what later sites of the group will use."""
         if not derived:
-            queries = torch.cat([reader.folded() for reader in self.readers])
-            mixed, lse = ops.mixtures(sources[: self.settled], queries.to(ops.accumulator(sources[0].dtype)), **options)
+            queries = torch.cat([reader.folded() for reader in self.readers]).to(query.dtype)
+            mixed, lse = ops.mixtures(sources[: self.settled], queries, **options)
             derived = tuple(tensor for pair in zip(mixed, lse, strict=True) for tensor in pair)
-        (h, lse_here), waiting = derived[:2], derived[2:]
+        h, lse_here, *waiting = derived
         if recent := sources[self.settled :]:
-            query = self.folded().to(ops.accumulator(h.dtype))
             (h,), _ = ops.mixtures(recent, query, (h, lse_here), **options)
-        return h, waiting
+        return h, tuple(waiting)
 
     def write(self, state: State, carry: Any, y: Tensor) -> State:
-        if not self.shares_reads:
+        if not self.is_mixture:
             return super().write(state, carry, y)
         y = self.checked_output(state, y)
         return (*self.update(state[: self.expects.essential], None, y), *carry)

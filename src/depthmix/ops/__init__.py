@@ -1,7 +1,7 @@
 """Pure tensor functions of depth mixing. `depthmix.ops.reference` holds each of them in plain torch."""
 
 from depthmix.ops.attend import attend, check_sources, merge, mixture, mixtures
-from depthmix.ops.backend import using
+from depthmix.ops.backend import sharing_pays, using
 from depthmix.ops.delta import normed_delta
 from depthmix.ops.grouped import grouped_linear, plain_grouped_linear
 from depthmix.ops.memory import empty_cache, keep_freed_memory
@@ -46,6 +46,7 @@ __all__ = [
     "read_streams",
     "rms_norm",
     "scores",
+    "sharing_pays",
     "sinkhorn",
     "unit_key",
     "using",

@@ -1,6 +1,6 @@
 """Which code computes an operation: chosen by the tensors, or forced with `using`.
 
-fused      fla-core's Triton kernel on a GPU, for single reads (float32, bfloat16, float16)
+fused      fla-core's Triton kernel on a GPU, for single reads (float32, bfloat16, float16): there no pass is shared
 native     C++ on the CPU, compiled on demand (float32, float64)
 torch      closed forms in torch operations, any device and dtype
 reference  the plain form with torch's own backward; slow, the ground truth
@@ -8,6 +8,8 @@ reference  the plain form with torch's own backward; slow, the ground truth
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -67,13 +69,33 @@ native_wanted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def takes_fused(sources: Sequence[Tensor], folded: Tensor, *, normalize: bool) -> bool:
-    """Whether this single read goes to the fused kernel."""
+    """Whether this single read goes to the fused kernel. Where only its package is missing, a warning says so once."""
     if chosen() not in ("auto", "fused"):
         return False
     why = fused.obstacle(sources, folded, normalize=normalize)
     if why and chosen() == "fused":
         raise RuntimeError(f"the fused backend cannot serve this read: {why}")
+    if why and fused.on_gpu(sources) and why == fused.why_not():
+        warn_of_missing_kernel(why)
     return not why
+
+
+@functools.cache
+def warn_of_missing_kernel(why: str) -> None:
+    warnings.warn(
+        "attention over depth runs in plain torch operations on this GPU, which move many times the memory that a "
+        f"fused kernel moves: {why}",
+        stacklevel=2,
+    )
+
+
+def sharing_pays(sources: Sequence[Tensor], folded: Tensor, *, normalize: bool) -> bool:
+    """Whether several queries should share a pass over finished sources, rather than each read all on its own.
+
+    It pays wherever one code serves both: two phases move about half of what single reads move, in torch operations
+    too. On a GPU fla-core's kernel serves single reads only and moves a fraction of what torch operations do.
+    """
+    return traced_by_torch() or not takes_fused(sources, folded, normalize=normalize)
 
 
 def backend_for(tensors: Sequence[Tensor]) -> ModuleType:
@@ -102,5 +124,5 @@ def describe(device: str | torch.device = "cpu", dtype: torch.dtype = torch.floa
         return f"torch ({why})" if why else "native (C++, compiled for this CPU)"
     if kind == "cuda":
         why = fused.why_not() or fused.unfit(dtype)
-        return f"torch ({why})" if why else "fused (fla-core's Triton kernel) for single reads, torch for the others"
+        return f"torch ({why})" if why else "fused (fla-core's Triton kernel), each read on its own"
     return f"torch (there is no kernel for {kind})"

@@ -19,6 +19,7 @@ from torch import Tensor
 MODULE = "fla.ops.attnres"
 INSTALL = "pip install 'depthmix[kernels]'"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # it computes in float32, which would cut float64 short
+PLAIN = (Tensor, torch.nn.Parameter)
 MOST_SOURCES = 128  # two tables of pointers, padded to a power of two, go into its backward: 256 would fill CUDA's 4 KB
 
 
@@ -50,7 +51,7 @@ def obstacle(sources: Sequence[Tensor], folded: Tensor, *, normalize: bool) -> s
     """Why the kernel cannot serve this single read; "" where it can."""
     if not on_gpu([*sources, folded]):
         return f"it runs on CUDA devices; the sources are on {sources[0].device}, the query on {folded.device}"
-    if why := why_not() or unfit(sources[0].dtype):
+    if why := unfit(sources[0].dtype):
         return why
     if not normalize:
         return "it always normalizes keys; normalize=False is for the other backends"
@@ -59,16 +60,16 @@ def obstacle(sources: Sequence[Tensor], folded: Tensor, *, normalize: bool) -> s
     if not sources[0].numel():
         return f"it takes at least one token and one channel; got sources of shape {list(sources[0].shape)}"
     for s, v in enumerate(sources):
-        if type(v) not in (Tensor, torch.nn.Parameter):
+        if type(v) not in PLAIN:
             return f"it takes plain tensors; sources[{s}] is a {type(v).__name__}"
         if not v.is_contiguous() or v.data_ptr() % 16:
             return f"it takes contiguous memory that begins at a multiple of 16 bytes; sources[{s}] does not"
-    return ""
+    return why_not()
 
 
 def mixture(sources: Sequence[Tensor], folded: Tensor, *, eps: float, scale: float) -> Tensor:
     """h [..., D] of one folded query [1, D], differentiable once by the kernel's own backward pass."""
-    query = folded[0]
+    query = folded.squeeze(0)
     ones = torch.ones_like(query)  # the key weight is in the query already: only their product enters the kernel
     h: Tensor = load()[0](query, tuple(sources), ones, rms_eps=eps, scale=scale)
     if h.requires_grad:
