@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import depthmix as dm
 from depthmix import ops
 from depthmix.analysis.invariants import make_probe
+from depthmix.cli import main
 from depthmix.mechanisms.attnres import two_phase_traffic
 from depthmix.ops import closed, native
 from tests.test_two_phase import BACKENDS, compare, counted
@@ -80,9 +81,15 @@ def in_groups(depth: int, group: int) -> tuple[float, float]:
     return reads / depth, writes / depth
 
 
-def test_the_papers_groups_of_16_at_128_sublayers_move_24_widths() -> None:
+def test_the_papers_groups_of_16_at_128_sublayers_move_24_widths_and_show_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert sum(in_groups(128, 16)) == 24
     assert two_phase_traffic(128, 16) == in_groups(128, 16)
+    assert main(["show", "attnres", "--depth", "128"]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "the paper's 24·D at L = 128 is for groups of 16" in page
+    assert "groups of 11 sublayers" in page
 
 
 @pytest.mark.parametrize("depth", [3, 4, 8, 24, 27, 54, 128])

@@ -103,7 +103,7 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
     console = Console()
     console.print(table)
     console.print("rank     semiseparable rank of the depth mixing matrix M, generic coefficients")
-    console.print("traffic  reads + writes per token and sublayer counted in widths D")
+    console.print("traffic  widths D read + written per token and sublayer, keys and values apart")
     console.print("two-phase  queries are known in advance: reads of several sites share a pass")
     console.print("PreNorm  whether a fresh stack computes the PreNorm network")
     for row in rows:
