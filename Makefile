@@ -49,7 +49,7 @@ study: $(VENV)/dev
 
 STUDY := --mixers residual denseformer mhc block_attnres attnres depth_attention \
   --depth 24 --dim 96 --tokens 1.2e6 --seeds 3 --lrs 6.25e-4 1.25e-3 2.5e-3 5e-3 1e-2 --lr-share 0.333 --jobs 2 \
-  --set data.rows=8 --set run.validate_every=50 --set run.snapshot_every=200
+  --set data.rows=8 --set run.validate_every=50 --set run.snapshot_every=200 --set mixer.num_blocks=8
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
