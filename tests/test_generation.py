@@ -114,7 +114,11 @@ def test_a_mask_is_made_only_where_something_needs_one(model: Decoder, kind: str
         return DynamicCache() if kind == "dynamic" else PreallocatedCache(model.config, batch, 16, dtype=torch.float64)
 
     def mask_of(cache: Any, count: int, valid: Tensor | None = None) -> Tensor | None:
-        return model.run(some_tokens(2, count), valid=valid, documents=None, cache=cache)[1].mask
+        shared: list[Any] = []
+        handle = model.sublayers[0].register_forward_pre_hook(lambda module, given: shared.append(given[2]))
+        model(some_tokens(2, count), valid=valid, cache=cache)
+        handle.remove()
+        return shared[0].mask
 
     cache = fresh(2)
     assert mask_of(cache, 4) is None

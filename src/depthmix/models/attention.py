@@ -29,7 +29,9 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(d, eps=config.norm_eps)
         self.k_norm = nn.RMSNorm(d, eps=config.norm_eps)
 
-    def forward(self, h: Tensor, kv: State, ctx: Context, mixer: KVMixer | None, slot: int) -> tuple[Tensor, State]:
+    def forward(
+        self, h: Tensor, kv: State, ctx: Context, mixer: KVMixer | None, slot: int
+    ) -> tuple[Tensor, State, None]:
         """`mixer` and `slot` belong to this execution: a looped layer runs with another pair each time."""
         x = self.norm(h)
         q, k, v = (self.heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
@@ -43,7 +45,7 @@ class Attention(nn.Module):
         out = nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=ctx.mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
         )
-        return self.o_proj(out.transpose(1, 2).flatten(-2)), kv
+        return self.o_proj(out.transpose(1, 2).flatten(-2)), kv, None
 
     def heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, heads, T, d]

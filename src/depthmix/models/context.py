@@ -5,7 +5,7 @@ Axes: B batch, T token, S column that attention can see, d channel of a head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -26,10 +26,11 @@ class Cache(Protocol):
 
 @dataclass(frozen=True)
 class Context:
+    """Sublayers only read it: FSDP2 hands each of them a copy."""
+
     rotation: tuple[Tensor, Tensor]  # cos and sin [B, 1, T, d]
     mask: Tensor | None  # [B, 1, T, S], True where a token sees a column; None: causal
     cache: Cache | None = None
-    losses: list[Tensor] = field(default_factory=list)  # auxiliary ones, of this forward pass
 
 
 def make_context(

@@ -55,7 +55,7 @@ class Decoder(nn.Module):
         initialise(self)
 
     def executions(self) -> list[Any]:
-        """The sublayers as they run, each with what belongs to this execution: (h, kv, ctx) -> (y, kv)."""
+        """The sublayers as they run, each with what belongs to this execution: (h, kv, ctx) -> (y, kv, aux)."""
         found: list[Any] = []
         for slot, layer in enumerate(self.config.layer_order):
             mixer = self.kv_mixers[slot] if len(self.kv_mixers) else None
@@ -82,46 +82,49 @@ class Decoder(nn.Module):
         """
         return self.run(tokens, documents=documents, valid=valid, cache=cache, last_only=last_only)[0]
 
-    def run(self, tokens: Tensor, *, last_only: bool = False, **shared: Any) -> tuple[Tensor, Context]:
-        """`forward`, and the context that its sublayers shared."""
+    def run(self, tokens: Tensor, *, last_only: bool = False, **shared: Any) -> tuple[Tensor, list[Tensor]]:
+        """`forward`, and the auxiliary losses of its sublayers."""
         check_tokens(tokens, self.config.vocab_size)
         config = self.config
         x = self.embed(tokens)
         ctx = make_context(tokens, head_dim=config.width, theta=config.rope_theta, dtype=x.dtype, **shared)
-        h = self.mixed(x, ctx)
+        h, losses = self.mixed(x, ctx)
         h = self.norm(h[:, -1:] if last_only else h)
-        return nn.functional.linear(h, self.embed.weight if self.head is None else self.head.weight), ctx
+        return nn.functional.linear(h, self.embed.weight if self.head is None else self.head.weight), losses
 
-    def mixed(self, x: Tensor, ctx: Context) -> Tensor:
-        """What the head reads of an embedding."""
+    def mixed(self, x: Tensor, ctx: Context) -> tuple[Tensor, list[Tensor]]:
+        """What the head reads of an embedding, and the auxiliary losses of the sublayers."""
         state, kv = self.depth.begin(x), self.begin_kv()
         every = self.checkpoint_every
         if every is None or not torch.is_grad_enabled():
-            state, kv = self.segment(0, self.config.depth, state, kv, ctx)
+            state, kv, losses = self.segment(0, self.config.depth, state, kv, ctx)
         else:
+            losses = []
             for lo in range(0, self.config.depth, every):
                 hi = min(lo + every, self.config.depth)
                 state = state[: self.depth.spec(lo).essential]
-                state, kv = checkpoint(self.segment, lo, hi, state, kv, ctx, use_reentrant=False)
-        return self.depth.end(state)
+                state, kv, added = checkpoint(self.segment, lo, hi, state, kv, ctx, use_reentrant=False)
+                losses += added
+        return self.depth.end(state), losses
 
     def begin_kv(self) -> State:
         return self.kv_mixers[0].begin() if len(self.kv_mixers) else ()  # type: ignore[operator]
 
-    def segment(self, lo: int, hi: int, state: State, kv: State, ctx: Context) -> tuple[State, State]:
+    def segment(self, lo: int, hi: int, state: State, kv: State, ctx: Context) -> tuple[State, State, list[Tensor]]:
         """Sublayers lo … hi − 1, in the order of their execution."""
+        losses = []
         for mixer, sublayer in zip([*self.depth][lo:hi], self.executions()[lo:hi], strict=True):
             h, carry = mixer.read(state)
-            y, kv = sublayer(h, kv, ctx)
+            y, kv, aux = sublayer(h, kv, ctx)
             state = mixer.write(state, carry, y)
-        return state, kv
+            losses += [] if aux is None else [aux]
+        return state, kv, losses
 
     def loss(self, tokens: Tensor, *, documents: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
         """Mean loss of the next token, within each document, with the auxiliary losses of its sublayers."""
-        logits, ctx = self.run(tokens, documents=documents, valid=valid, cache=None)
+        logits, auxiliary = self.run(tokens, documents=documents, valid=valid, cache=None)
         losses, counts = next_token_losses(logits, tokens, documents, valid)
-        mean = losses.sum() / counts.sum().clamp(min=1)
-        return mean + sum(ctx.losses) if ctx.losses else mean
+        return sum(auxiliary, losses.sum() / counts.sum().clamp(min=1))
 
     def extra_repr(self) -> str:
         return f"{sum(p.numel() for p in self.parameters()):,} parameters"

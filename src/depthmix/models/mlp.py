@@ -27,5 +27,5 @@ class MLP(SwiGLU):
         super().__init__(config.dim, config.hidden)
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
-    def forward(self, h: Tensor, kv: State, ctx: Context) -> tuple[Tensor, State]:  # type: ignore[override]
-        return super().forward(self.norm(h)), kv
+    def forward(self, h: Tensor, kv: State, ctx: Context) -> tuple[Tensor, State, None]:  # type: ignore[override]
+        return super().forward(self.norm(h)), kv, None

@@ -55,27 +55,27 @@ class MixtureOfExperts(nn.Module):
         self.register_buffer("balance_bias", torch.zeros(count, dtype=torch.float32) if biased else None)
         self.register_buffer("load", torch.zeros(count, dtype=torch.int64) if biased else None, persistent=False)
 
-    def forward(self, h: Tensor, kv: State, ctx: Context) -> tuple[Tensor, State]:
+    def forward(self, h: Tensor, kv: State, ctx: Context) -> tuple[Tensor, State, Tensor | None]:
         x = self.norm(h)
-        y = self.experts(x.flatten(0, -2), ctx).view(h.shape)
+        y, aux = self.experts(x.flatten(0, -2))
+        y = y.view(h.shape)
         if self.shared is not None:
             y = y + self.shared(x)
-        return y.to(h.dtype), kv
+        return y.to(h.dtype), kv, aux
 
-    def experts(self, x: Tensor, ctx: Context) -> Tensor:
-        """x [N, D] through the experts that each token chose, in the accumulator's dtype."""
+    def experts(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """x [N, D] through the experts that each token chose, in the accumulator's dtype; and the auxiliary loss."""
         scores = self.scores(x)
         chosen, weights = self.choose(scores)
         by_expert, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(by_expert, torch.arange(self.config.experts, device=x.device), right=True)
-        if self.training and torch.is_grad_enabled():
-            self.balance(scores, ends, ctx)
+        aux = self.balance(scores, ends) if self.training and torch.is_grad_enabled() else None
         # Copies first, order second: both have a backward pass without sums in an arbitrary order.
         copies = x.unsqueeze(1).expand(-1, self.config.active, -1).flatten(0, 1).index_select(0, order)
         gate, up = (ops.grouped_linear(copies, weight, ends) for weight in (self.gate_proj, self.up_proj))
         out = ops.grouped_linear(nn.functional.silu(gate) * up, self.down_proj, ends)
         out = out.index_select(0, order.argsort()).unflatten(0, weights.shape)  # [N, K, D]
-        return (out * weights.unsqueeze(-1)).sum(1)
+        return (out * weights.unsqueeze(-1)).sum(1), aux
 
     def scores(self, x: Tensor) -> Tensor:
         """s [N, E], in float32 at least."""
@@ -91,13 +91,15 @@ class MixtureOfExperts(nn.Module):
         total = weights.sum(-1, keepdim=True)  # 0 where a bias chose experts whose scores have all vanished
         return chosen, weights / total.clamp(min=torch.finfo(total.dtype).tiny)
 
-    def balance(self, scores: Tensor, ends: Tensor, ctx: Context) -> None:
+    def balance(self, scores: Tensor, ends: Tensor) -> Tensor | None:
+        """Count the load, or return the auxiliary loss."""
         if self.load is not None:
             count_op(self.load, ends)
-        elif self.config.balance == "loss" and len(scores):
-            share = ends.diff(prepend=ends.new_zeros(1)).to(scores.dtype) / (len(scores) * self.config.active)
-            mean = (scores / scores.sum(-1, keepdim=True)).mean(0)
-            ctx.losses.append(self.config.balance_rate * self.config.experts * (share * mean).sum())
+        if self.config.balance != "loss" or not len(scores):
+            return None
+        share = ends.diff(prepend=ends.new_zeros(1)).to(scores.dtype) / (len(scores) * self.config.active)
+        mean = (scores / scores.sum(-1, keepdim=True)).mean(0)
+        return self.config.balance_rate * self.config.experts * (share * mean).sum()
 
     @torch.no_grad()
     def update_balance(self) -> None:
