@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from depthmix.mechanisms import KVMixer, State
 from depthmix.models.config import DecoderConfig
 from depthmix.models.context import Context
+from depthmix.models.norm import RMSNorm
 
 
 class Attention(nn.Module):
@@ -21,13 +22,13 @@ class Attention(nn.Module):
         dim, d = config.dim, config.width
         self.head_dim = d
         self.keys_after_rope = config.key_norm == "after_rope"
-        self.norm = nn.RMSNorm(dim, eps=config.norm_eps)
+        self.norm = RMSNorm(dim, eps=config.norm_eps)
         self.q_proj = nn.Linear(dim, config.heads * d, bias=False)
         self.k_proj = nn.Linear(dim, config.num_kv_heads * d, bias=False)
         self.v_proj = nn.Linear(dim, config.num_kv_heads * d, bias=False)
         self.o_proj = nn.Linear(config.heads * d, dim, bias=False)
-        self.q_norm = nn.RMSNorm(d, eps=config.norm_eps)
-        self.k_norm = nn.RMSNorm(d, eps=config.norm_eps)
+        self.q_norm = RMSNorm(d, eps=config.norm_eps)
+        self.k_norm = RMSNorm(d, eps=config.norm_eps)
 
     def forward(
         self, h: Tensor, kv: State, ctx: Context, mixer: KVMixer | None, slot: int

@@ -20,6 +20,7 @@ from depthmix.models.context import Cache, Context, make_context
 from depthmix.models.init import initialise
 from depthmix.models.mlp import MLP
 from depthmix.models.moe import MixtureOfExperts
+from depthmix.models.norm import RMSNorm
 
 
 class Decoder(nn.Module):
@@ -47,7 +48,7 @@ class Decoder(nn.Module):
         self.depth = DepthStack(mixer.name, dim=config.dim, depth=config.depth, kinds=config.kinds, **mixer.options)
         name, options = (None, {}) if config.kv_mixer is None else (config.kv_mixer.name, config.kv_mixer.options)
         self.kv_mixers = nn.ModuleList(make_kv_mixers(name, options, head_dim=config.width, order=config.layer_order))
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters()
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from depthmix.mechanisms import State
 from depthmix.models.config import DecoderConfig
 from depthmix.models.context import Context
+from depthmix.models.norm import RMSNorm
 
 
 class SwiGLU(nn.Module):
@@ -25,7 +26,7 @@ class MLP(SwiGLU):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.dim, config.hidden)
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
 
     def forward(self, h: Tensor, kv: State, ctx: Context) -> tuple[Tensor, State, None]:  # type: ignore[override]
         return super().forward(self.norm(h)), kv, None

@@ -16,6 +16,7 @@ from depthmix.mechanisms import State
 from depthmix.models.config import DecoderConfig
 from depthmix.models.context import Context
 from depthmix.models.mlp import SwiGLU
+from depthmix.models.norm import RMSNorm
 
 
 class MixtureOfExperts(nn.Module):
@@ -45,7 +46,7 @@ class MixtureOfExperts(nn.Module):
             raise ValueError("moe=None; expected a MoEConfig: a decoder without one has MLPs")
         self.config = moe = config.moe
         dim, count, hidden = config.dim, moe.experts, moe.hidden
-        self.norm = nn.RMSNorm(dim, eps=config.norm_eps)
+        self.norm = RMSNorm(dim, eps=config.norm_eps)
         self.router = nn.Linear(dim, count, bias=False)
         self.gate_proj = nn.Parameter(torch.empty(count, hidden, dim))
         self.up_proj = nn.Parameter(torch.empty(count, hidden, dim))

@@ -1,0 +1,20 @@
+"""RMSNorm of the decoder's own parts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, which warns of an input and a weight of different dtypes: autocast hands bfloat16 to a float32 weight.
+
+    Such a pair is computed in the wider dtype and rounded once, to the input's.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            return super().forward(x)
+        wide = torch.promote_types(x.dtype, self.weight.dtype)
+        found = nn.functional.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps)
+        return found.to(x.dtype)
