@@ -202,7 +202,7 @@ class Progress:
             self.last = f"validation {event['loss']:.4f}"
             self.say(f"step {step}/{self.steps}  {self.last}  {event['bits_per_byte']:.4f} bits per byte")
         elif kind == "skipped":
-            self.say(f"step {step}/{self.steps}  skipped: bad loss {event['loss']}")
+            self.say(f"step {step}/{self.steps}  skipped: {event['problem']}")
         elif kind == "train" and self.bar is not None:
             words = f"loss {event['loss']:.4f}  {self.last}  {event['tokens_per_second']:,.0f} tokens/s"
             self.bar.update(self.task, completed=step, description=words)

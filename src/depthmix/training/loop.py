@@ -179,15 +179,18 @@ def step(run: Run) -> None:
     progress.seconds += took
     progress.memory = max(progress.memory, metrics.memory_bytes(run.device))
     about = {
-        "loss": loss if math.isfinite(loss) else None,
+        "loss": loss,
         "lr": factor * config.optimizer.lr,
-        "grad_norm": norm if math.isfinite(norm) else None,
+        "grad_norm": norm,
         "seconds": progress.seconds,
         "tokens_per_second": config.tokens_per_step / took,
         "flops": run.flops * progress.step * config.tokens_per_step,
         "memory_bytes": progress.memory,
     }
-    tell(run, "train" if problem is None else "skipped", about)
+    if problem is None:
+        tell(run, "train", about)
+    else:
+        tell(run, "skipped", {**about, "problem": problem})
 
 
 def gradients(run: Run) -> float:
@@ -230,7 +233,7 @@ def forgive(run: Run, problem: str) -> None:
             if isinstance(module, MixtureOfExperts) and module.load is not None:
                 module.load.zero_()
         return
-    stop(run, problem + (f", for the {run.progress.bad}th time in a row" if run.progress.bad > 1 else ""))
+    stop(run, problem + (f" ({run.progress.bad} bad steps in a row)" if run.progress.bad > 1 else ""))
 
 
 def stop(run: Run, problem: str) -> NoReturn:

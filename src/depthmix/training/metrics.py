@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -34,12 +35,12 @@ class Metrics:
         """Lines beyond `step` are of a future that a restart runs again: they go, and so does half a line."""
         self.track, self.end = make_tracker(tracker, path.parent, step)
         kept = [line for line in read_metrics(path) if line["step"] <= step]
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        write_text(path, "".join(json_line(line) for line in kept))
         self.file = path.open("a", encoding="utf-8")
 
     def write(self, line: Mapping[str, Any]) -> None:
         try:
-            self.file.write(json.dumps(line) + "\n")
+            self.file.write(json_line(line))
             self.file.flush()
         except OSError as error:
             why = f"{os.strerror(error.errno or 0)}; the checkpoints are as they were"
@@ -54,6 +55,17 @@ class Metrics:
         self.end()
         with suppress(OSError):  # every line was flushed; of a full disk its own error tells
             self.file.close()
+
+
+def json_line(line: Mapping[str, Any]) -> str:
+    """Valid JSON for every reader: a number that is not finite becomes the text "nan", "inf" or "-inf"."""
+
+    def writable(value: Any) -> Any:
+        if isinstance(value, list):
+            return [writable(each) for each in value]
+        return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({key: writable(value) for key, value in line.items()}, allow_nan=False) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -93,7 +105,7 @@ def make_tracker(name: str, folder: Path, step: int) -> tuple[Callable[[Mapping[
 
 def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in line.items():
-        if key in ("kind", "step") or value is None:
+        if key in ("kind", "step", "problem") or value is None:
             continue
         parts = enumerate(value) if isinstance(value, list) else [(None, value)]
         for i, part in parts:
