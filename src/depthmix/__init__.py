@@ -1,5 +1,8 @@
 """depthmix: what should a layer read from the layers below it?"""
 
+from importlib import import_module
+from types import ModuleType
+
 from depthmix import ops
 from depthmix.analysis import Trace, effective_rank, row_sums, semiseparable_rank, sinks
 from depthmix.analysis.trace import trace
@@ -63,3 +66,10 @@ __all__ = [
     "trace",
     "update_balance",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Parts that are imported when they are asked for."""
+    if name in ("bench", "training"):
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

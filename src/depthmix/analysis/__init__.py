@@ -1,6 +1,16 @@
 """What a model's layers read: traces, the depth mixing matrix and its structure."""
 
+from importlib import import_module
+from types import ModuleType
+
 from depthmix.analysis.structure import effective_rank, row_sums, semiseparable_rank, sinks
 from depthmix.analysis.trace import Trace, trace
 
 __all__ = ["Trace", "effective_rank", "row_sums", "semiseparable_rank", "sinks", "trace"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`figures` is imported when it is asked for."""
+    if name == "figures":
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
