@@ -59,8 +59,13 @@ class Fit:
     intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
+    def has_irreducible(self) -> bool:
+        """Whether that term was fitted."""
+        return len(self.losses) - self.freedom > 2
+
+    @property
     def theta(self) -> Array:
-        floor = [self.law.irreducible] if len(self.losses) - self.freedom > 2 else []
+        floor = [self.law.irreducible] if self.has_irreducible else []
         return np.array([np.log(self.law.a), self.law.b, *floor])
 
     @property

@@ -14,7 +14,8 @@ from depthmix.analysis.comparison_page import About, best_of, edge_notes, how, p
 from depthmix.analysis.figures import new_figure, save
 from depthmix.analysis.scaling import Factor, Fit, factor_between, fit, verdict_of
 
-LAW_HEADINGS = ("arm", "sizes", "a", "95 % interval", "b", "95 % interval", "irreducible", "95 % interval")
+LAW_HEADINGS = ("arm", "sizes", "a", "95 % interval", "b", "95 % interval")
+IRREDUCIBLE_HEADINGS = ("irreducible", "95 % interval")
 FACTOR_HEADINGS = ("arm", "compute (FLOPs)", "compute-equivalent factor", "95 % interval")
 SIZE_HEADINGS = ("arm", "size", "parameters", "tokens", "compute (FLOPs)", "lr", "seeds", "final loss")
 
@@ -43,6 +44,15 @@ class Scaling:
     factors: dict[str, list[Factor]]  # by arm, over the baseline's sizes
     verdicts: list[str]
     notes: list[str]
+
+    @property
+    def has_irreducible(self) -> bool:
+        return any(f.has_irreducible for f in self.fits.values())
+
+    @property
+    def formula(self) -> str:
+        """Of the laws as they were fitted."""
+        return f"L(C) = {'irreducible + ' if self.has_irreducible else ''}a (C / unit)^(−b)"
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -83,7 +93,14 @@ def law_through(points: Sequence[Point], irreducible: bool) -> Fit:
 def render(scaling: Scaling, sweeps: Sweeps, about: About, figures: Mapping[str, Path], beside: Path) -> str:
     lines = ["# Scaling", "", f"    {about.command}", "", *(f"- {verdict}" for verdict in scaling.verdicts)]
     lines += [f"- {note}" for note in scaling.notes]
-    lines += ["", "## Laws", "", *table(LAW_HEADINGS, law_cells(scaling)), "", LAW_NOTE]
+    lines += [
+        "",
+        "## Laws",
+        "",
+        *table(law_headings(scaling), law_cells(scaling)),
+        "",
+        f"{scaling.formula}, {LAW_NOTE}",
+    ]
     lines += picture(figures, "scaling", beside)
     if scaling.factors:
         lines += [
@@ -101,7 +118,7 @@ def render(scaling: Scaling, sweeps: Sweeps, about: About, figures: Mapping[str,
 
 
 LAW_NOTE = (
-    "L(C) = irreducible + a (C / unit)^(−b), C in FLOPs, by least squares in ln L over the means of the seeds. The "
+    "C in FLOPs, by least squares in ln L over the means of the seeds. The "
     "unit is the geometric mean of each arm's compute. Intervals are Student's, with as many degrees of freedom as "
     "there are sizes beyond the parameters of the law; they tell the scatter around the law, not whether it holds "
     "beyond these sizes. FLOPs are counted, so what a mechanism costs in time is not in them."
@@ -109,6 +126,10 @@ LAW_NOTE = (
 FACTOR_NOTE = (
     "The compute that the baseline's law needs for the loss that the arm's law has at this compute, over this compute."
 )
+
+
+def law_headings(scaling: Scaling) -> Sequence[str]:
+    return LAW_HEADINGS + (IRREDUCIBLE_HEADINGS if scaling.has_irreducible else ())
 
 
 def law_cells(scaling: Scaling) -> list[Sequence[str]]:
@@ -120,8 +141,7 @@ def law_cells(scaling: Scaling) -> list[Sequence[str]]:
             span(f.intervals.get("a")),
             f"{f.law.b:.4f}",
             span(f.intervals.get("b")),
-            f"{f.law.irreducible:.4f}" if f.law.irreducible else "",
-            span(f.intervals.get("irreducible")),
+            *((f"{f.law.irreducible:.4f}", span(f.intervals.get("irreducible"))) if f.has_irreducible else ()),
         )
         for arm, f in scaling.fits.items()
     ]

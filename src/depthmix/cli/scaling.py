@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from depthmix.analysis.figures import new_figure
-from depthmix.analysis.scaling_page import LAW_HEADINGS, Point, Scaling, draw_scaling, law_cells, render, scale
+from depthmix.analysis.scaling_page import Point, Scaling, draw_scaling, law_cells, law_headings, render, scale
 from depthmix.cli.compare import Several, about_of, close, leave, make_grid, runs_of, show_table
 from depthmix.training.arms import Size, make_arms, per_parameter
 from depthmix.training.publish import check_target
@@ -90,7 +90,7 @@ def points_of(study: Study) -> list[Point]:
 
 
 def print_scaling(scaling: Scaling, study: Study, page: Path) -> None:
-    show_table("L = irreducible + a (C / unit)^(−b)", LAW_HEADINGS, law_cells(scaling))
+    show_table(scaling.formula, law_headings(scaling), law_cells(scaling))
     for line in (*scaling.verdicts, *scaling.notes):
         print(f"- {line}")
     close(study.failures, page)
