@@ -1,7 +1,7 @@
 """The training loop. Whatever stops it, a second start in the same folder ends with the same weights, bit for bit.
 
 A step depends on the weights, the optimiser's state and the place in the data: all three are in a checkpoint. What is
-random in a step comes from (seed, step).
+random in a step comes from (seed, step, rank).
 
 Axes: B batch, T token.
 """
@@ -160,7 +160,7 @@ def begin(config: TrainConfig, device: torch.device, report: Report, trace: metr
 def step(run: Run) -> None:
     """One step of the optimiser, or none where the loss is bad and may be skipped."""
     config, progress, begun = run.config, run.progress, time.perf_counter()
-    torch.manual_seed(seed_of(config.run.seed, progress.step))
+    torch.manual_seed(seed_of(config.run.seed, progress.step, ranks.rank()))
     factor = rate(progress.step, config.run.steps, config.schedule)
     loss = gradients(run)
     norm = clip(run.model, config.optimizer.clip)
