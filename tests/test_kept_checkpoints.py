@@ -39,6 +39,11 @@ def test_three_remain_where_nothing_is_said(tmp_path: Path) -> None:
     assert saved(tmp_path, 1, 2, 3, 4, 5) == ["3", "4", "5"]
 
 
+def test_a_lower_number_removes_all_that_are_too_many_at_once(tmp_path: Path) -> None:
+    assert saved(tmp_path, 1, 2, 3, 4, 5, keep=9) == ["1", "2", "3", "4", "5"]
+    assert saved(tmp_path, 6, keep=2) == ["5", "6"]
+
+
 def test_the_newest_is_the_one_of_the_highest_step_not_of_the_last_name(tmp_path: Path) -> None:
     """Names have eight digits, so from a hundred million steps on they no longer sort as numbers do."""
     steps = 99_999_998, 99_999_999, 100_000_000
@@ -64,11 +69,11 @@ def test_a_damaged_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 def test_what_is_no_checkpoint_is_neither_counted_nor_removed(tmp_path: Path) -> None:
     (tmp_path / "step-best").mkdir()
-    (tmp_path / "step-00000001").write_text("a file")
+    (tmp_path / "step-00000004").write_text("a file")
     (tmp_path / "notes").mkdir()
-    saved(tmp_path, 2, 3, 4, keep=2)
+    saved(tmp_path, 2, 3, 5, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("notes", "step-00000001", "step-00000003", "step-00000004", "step-best")
+        *("notes", "step-00000003", "step-00000004", "step-00000005", "step-best")
     ]
 
 
