@@ -95,7 +95,7 @@ class AttnRes(TwoPhaseAttention):
 
     def spec(self, site: Site) -> StateSpec:
         count = self.config.sources(site.index)
-        sealed = count if self.config.window is None else 1
+        sealed = 1 if self.config.window is not None and self.config.window < site.depth else count
         return self.with_derived(StateSpec(((site.dim,),) * count, essential=count, sealed=sealed), site)
 
     def __init__(self, site: Site, config: AttnResConfig) -> None:
