@@ -1,4 +1,4 @@
-"""What a spec says of a state: its shapes, what is needed of it, and what never changes again, neither more nor less."""
+"""What a spec says of a state: its shapes, what is needed of it, and what never changes again, no more and no less."""
 
 from __future__ import annotations
 
