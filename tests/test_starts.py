@@ -1,0 +1,373 @@
+"""Where every parameter starts, as the tables of docs/mechanisms say it: names, places, shapes and values.
+
+Each function below is a page: its arguments are the options that decide a start, with their defaults, its rows the
+page's parameters. Sublayers ell are counted from 1, as on the pages; L + 1 stands for the output. A parameter without a
+row fails, and so does a row without a parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import depthmix as dm
+from depthmix.mechanisms import kv_mechanism, make_kv_mixers
+from depthmix.mechanisms.registry import DEPTH, KV
+from tests.cases import ALL, label
+
+D, L = 256, 7
+EVERY = range(1, L + 1)  # every sublayer
+LATER = range(2, L + 1)  # sublayers ell ≥ 2
+READS = range(2, L + 2)  # sublayers ell ≥ 2 and the output
+FIRST, OUT = [1], [L + 1]
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Independent normal numbers; the first rows may be 0."""
+
+    std: float
+    zero_rows: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    where: Iterable[int]
+    shape: tuple[int, ...] | Callable[[int], tuple[int, ...]]
+    start: Any  # a number, a (nested) list, Normal, or one of these as a function of ell
+
+
+def residual() -> list[Row]:
+    return []
+
+
+def scaled_residual(*, gate: str = "scalar", init: float | None = None, **_: Any) -> list[Row]:
+    width, start = {"scalar": (1, 0.0), "channel": (D, 0.1)}[gate]  # 0.1: 4 Transformer blocks
+    return [Row("scale", EVERY, (width,), start if init is None else init)]
+
+
+def highway(*, gate: str = "scalar", bias: float = -2.0, **_: Any) -> list[Row]:
+    width = {"scalar": 1, "channel": D}[gate]
+    return [Row("weight", EVERY, (width, D), 0), Row("bias", EVERY, (width,), bias)]
+
+
+def denseformer(*, dilation: int = 1, period: int = 1, block_sublayers: int = 2, **_: Any) -> list[Row]:
+    starts: dict[tuple[int, int, int], dict[int, list[float]]] = {  # by ell, of L = 7 sublayers
+        (1, 1, 2): {3: [0, 1], 5: [0, 0, 1], 7: [0, 0, 0, 1], 8: [0, 0, 0, 0, 1]},
+        (2, 1, 2): {3: [1], 5: [0, 1], 7: [0, 1], 8: [0, 0, 1]},
+        (1, 2, 2): {5: [0, 0, 1], 8: [0, 0, 0, 0, 1]},
+        (2, 3, 2): {7: [0, 1]},
+        (1, 1, 1): {ell: [0] * (ell - 1) + [1] for ell in READS},
+        (1, 1, 3): {4: [0, 1], 7: [0, 0, 1], 8: [0, 0, 0, 1]},
+        (3, 1, 1): {2: [1], 3: [1], 4: [0, 1], 5: [0, 1], 6: [0, 1], 7: [0, 0, 1], 8: [0, 0, 1]},
+    }
+    found = starts[dilation, period, block_sublayers]
+    return [Row("weights", found, lambda ell: (len(found[ell]),), lambda ell: found[ell])]
+
+
+def attnres(
+    *,
+    query: str = "static",
+    mixing: str = "softmax",
+    key_norm: bool = True,
+    heads: int = 1,
+    window: int | None = None,
+    where: Iterable[int] = READS,
+    sources: Callable[[int], int] | None = None,
+    **_: Any,
+) -> list[Row]:
+    def split(width: int) -> tuple[int, ...]:
+        return (width,) if heads == 1 else (heads, width)
+
+    def count(ell: int) -> int:
+        return sources(ell) if sources else ell if window is None else min(ell, 1 + window)
+
+    if mixing == "static":
+        return [Row("logits", where, lambda ell: split(count(ell)), 0)]
+    rows = [Row("query", where, split(D // heads), 0) if query == "static" else Row("query_proj", where, (D, D), 0)]
+    return rows + [Row("key_weight", where, (D,), 1)] * (key_norm and mixing in ("softmax", "sigmoid"))
+
+
+def block_attnres(*, block_sublayers: int | None = None, num_blocks: int | None = None, **options: Any) -> list[Row]:
+    size = block_sublayers or -(-L // (num_blocks or L))
+    return attnres(sources=lambda ell: 1 + -(-(ell - 1) // size), **options)
+
+
+def delta_attnres(**options: Any) -> list[Row]:
+    return attnres(where=LATER, **options)
+
+
+def hyper_connections(
+    *, streams: int = 4, dynamic: bool = True, transition: str = "full", readout: str = "mean", **_: Any
+) -> list[Row]:
+    m, full = streams, transition == "full"
+    rows = [
+        Row("alpha_m", LATER, (m,), lambda ell: [float(j == (ell - 1) % m) for j in range(m)]),
+        Row("beta", EVERY, (m,), 1),
+    ]
+    if full:
+        rows += [Row("alpha_r", EVERY, (m, m), [[float(i == j) for i in range(m)] for j in range(m)])]
+    if dynamic:
+        rows += [
+            Row("norm_weight", EVERY, (D,), 1),
+            Row("w_m", LATER, (D,), 0),
+            Row("w_b", EVERY, (D,), 0),
+            Row("s_a", EVERY if full else LATER, (1,), 0.01),
+            Row("s_b", EVERY, (1,), 0.01),
+        ]
+    if dynamic and full:
+        rows += [Row("w_r", EVERY, (D, m), 0)]
+    return rows + [Row("readout", OUT, (m,), 1 / m)] * (readout == "learned")
+
+
+def streams_rows(
+    m: int, res: list[float], readout: str, start: Any, scale: float, own: dict[int, list[float]] | None = None
+) -> list[Row]:
+    """The table of mhc and mhc_lite: parts pre (not at sublayer 1), post and res; `own` are biases by sublayer."""
+    pre, post = [-math.log(m - 1)] * m, [0.0] * m
+
+    def bias(ell: int) -> list[float]:
+        if ell == L + 1:
+            return pre
+        read, written = (own[ell], own[ell]) if own else (pre, post)
+        return [*(read if ell > 1 else []), *written, *res]
+
+    where = [*EVERY, *(OUT if readout == "learned" else [])]
+    return [
+        Row("projection", where, lambda ell: (len(bias(ell)), m * D), start),
+        Row("bias", where, lambda ell: (len(bias(ell)),), bias),
+        Row("scale", where, lambda ell: (1 if ell == L + 1 else (ell > 1) + 1 + bool(res),), scale),
+    ]
+
+
+def mhc(
+    *,
+    streams: int = 4,
+    transition: str = "full",
+    readout: str = "mean",
+    scale_init: float = 0.0,
+    **_: Any,
+) -> list[Row]:
+    m = streams
+    res = {2: [0, -5, -5, 0], 3: [0, -5, -5, -5, 0, -5, -5, -5, 0], 4: [0, *[-5] * 4] * 3 + [0]}[m]
+    return streams_rows(m, res if transition == "full" else [], readout, Normal((m * D) ** -0.5), scale_init)
+
+
+def mhc_lite(*, streams: int = 4, readout: str = "mean", start: str = "prenorm", **_: Any) -> list[Row]:
+    m = streams
+    res = [0.0, *[-8.0] * ({2: 2, 3: 6, 4: 24, 5: 120}[m] - 1)]
+    if start == "paper":
+        preferred = {ell: [1.0 if j == (ell - 1) % m else -1.0 for j in range(m)] for ell in EVERY}
+        return streams_rows(m, res, readout, 0, 0.01, preferred)
+    return streams_rows(m, res, readout, Normal((m * D) ** -0.5), 0)
+
+
+def mrla(*, form: str = "light", head_dim: int | None = None, **_: Any) -> list[Row]:
+    key = (head_dim or 32) ** -0.5
+    rows = [
+        Row("gamma", READS, (D,), 0),
+        Row("k_weight", EVERY, (D,), key),
+        Row("embedding_k_weight", FIRST, (D,), key),
+        Row("q_weight", EVERY if form == "light" else READS, (D,), 1),
+    ]
+    if form == "light":
+        rows += [Row("decay", EVERY, (D,), 1), Row("embedding_q_weight", FIRST, (D,), 1)]
+    return rows
+
+
+def ddl(*, value_width: int = 1, beta: float = 1.0, **_: Any) -> list[Row]:
+    rows = [
+        Row("beta_weight", EVERY, (D,), 0),
+        Row("beta_bias", EVERY, (1,), {0.5: -math.log(3), 1.0: 0.0, 1.5: math.log(3)}[beta]),
+        Row("value_weight", EVERY, (value_width, D), Normal(D**-0.5)),
+    ]
+    return rows + [Row("readout", READS, (value_width,), 1 / value_width)] * (value_width > 1)
+
+
+def linear_attention(*, rank: int = 4, rule: str = "plain", feature_map: str = "identity", **_: Any) -> list[Row]:
+    identity = feature_map == "identity"
+    unit = [1.0, *[0.0] * (rank - 1)] if identity else [0.0] * rank
+    keys = Normal(D**-0.5, zero_rows=1 if identity else 0)
+    rows = [
+        Row("query", READS, (rank,), unit),
+        Row("key_proj", EVERY, (rank, D), keys),
+        Row("key_bias", EVERY, (rank,), unit),
+        Row("embedding_key_proj", FIRST, (rank, D), keys),
+        Row("embedding_key_bias", FIRST, (rank,), unit),
+    ]
+    if rule == "gated":
+        rows += [Row("gate_proj", EVERY, (rank, D), 0), Row("gate_bias", EVERY, (rank,), 4)]
+    if rule == "delta":
+        rows += [
+            Row("beta_weight", EVERY, (D,), 0),
+            Row("beta_bias", EVERY, (1,), 0),
+            Row("embedding_beta_weight", FIRST, (D,), 0),
+            Row("embedding_beta_bias", FIRST, (1,), 0),
+        ]
+    return rows
+
+
+PAGES: dict[str, Callable[..., list[Row]]] = {
+    "attnres": attnres,
+    "block_attnres": block_attnres,
+    "ddl": ddl,
+    "delta_attnres": delta_attnres,
+    "denseformer": denseformer,
+    "highway": highway,
+    "hyper_connections": hyper_connections,
+    "linear_attention": linear_attention,
+    "mhc": mhc,
+    "mhc_lite": mhc_lite,
+    "mrla": mrla,
+    "residual": residual,
+    "scaled_residual": scaled_residual,
+}
+# Beside the variants: options that change a start.
+MORE: list[tuple[str, dict[str, Any]]] = [
+    ("attnres", {"window": 2, "mixing": "static", "heads": 2}),
+    ("block_attnres", {}),
+    ("block_attnres", {"num_blocks": 3, "mixing": "static"}),
+    ("denseformer", {"block_sublayers": 3}),
+    ("denseformer", {"block_sublayers": 1, "dilation": 3}),
+    ("ddl", {"beta": 1.5, "value_width": 2}),
+    ("highway", {"gate": "channel", "bias": 0.5}),
+    ("hyper_connections", {"streams": 3, "dynamic": False}),
+    ("linear_attention", {"rule": "gated", "feature_map": "elu1", "rank": 2}),
+    ("mhc", {"streams": 3, "scale_init": 0.01, "readout": "learned", "transition": "identity"}),
+    ("mhc_lite", {"streams": 3, "start": "paper", "readout": "learned"}),
+    ("mhc_lite", {"streams": 2, "start": "paper"}),
+    ("mrla", {"head_dim": 8}),
+    ("mrla", {"form": "base", "head_dim": 64}),
+    ("scaled_residual", {"gate": "channel", "init": 0.5}),
+    ("scaled_residual", {"gate": "channel", "init": 0.0}),
+    ("scaled_residual", {"init": 0.25}),
+]
+CASES = [*ALL, *(pytest.param(*case, id=label(*case)) for case in MORE)]
+
+
+def expand(rows: list[Row]) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and start of each parameter by its name in the state dict."""
+    return {
+        f"{'out' if ell == L + 1 else f'mixers.{ell - 1}'}.{row.name}": (
+            row.shape(ell) if callable(row.shape) else row.shape,
+            row.start(ell) if callable(row.start) else row.start,
+        )
+        for row in rows
+        for ell in row.where
+    }
+
+
+def check_normal(draws: list[Tensor], start: Normal) -> None:
+    """Of all sites together: mean, deviation, tails, and no two sites alike. Five standard errors are allowed."""
+    assert all((draw[: start.zero_rows] == 0).all() for draw in draws)
+    drawn = [draw[start.zero_rows :] for draw in draws]
+    x = torch.cat([draw.flatten() for draw in drawn]).double() / start.std
+    if not len(x):  # rank 1: the one row is 0
+        return
+    assert abs(float(x.mean())) <= 5 / len(x) ** 0.5
+    assert abs(float(x.std()) - 1) <= 5 / (2 * len(x)) ** 0.5
+    assert 2.5 <= float(x.abs().max()) <= 6, "a normal law has tails, and neither long ones"
+    firsts = [float(draw.flatten()[0]) for draw in drawn]
+    assert len(set(firsts)) == len(firsts), "every site draws its own"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_every_parameter_starts_as_its_page_says(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    want = expand(PAGES[name](**options))
+    stack = dm.DepthStack(name, dim=D, depth=L, **options)
+    if dtype == torch.float64:  # as after `to_empty`: the start is exact in the parameter's own dtype
+        stack.to(dtype)
+        with torch.no_grad():
+            for parameter in stack.parameters():
+                parameter.fill_(torch.nan)
+        stack.reset_parameters()
+    parameters = dict(stack.named_parameters())
+    assert parameters.keys() == want.keys()
+    drawn: dict[str, tuple[Normal, list[Tensor]]] = {}
+    for key, parameter in parameters.items():
+        shape, start = want[key]
+        assert tuple(parameter.shape) == shape, key
+        if isinstance(start, Normal):
+            drawn.setdefault(key.rsplit(".", 1)[1], (start, []))[1].append(parameter.detach())
+        else:
+            exact = torch.tensor(start, dtype=dtype).expand(shape)
+            torch.testing.assert_close(parameter.detach(), exact, rtol=4 * torch.finfo(dtype).eps, atol=0, msg=key)
+    for start, draws in drawn.values():
+        check_normal(draws, start)
+
+
+def test_every_mechanism_has_a_page() -> None:
+    assert PAGES.keys() == DEPTH.keys()
+    assert KV_PAGES.keys() == KV.keys()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "start"),
+    [(1, 0.1), (12, 0.1), (18, 0.1), (19, 1e-5), (24, 1e-5), (25, 1e-6), (36, 1e-6), (48, 1e-6)],
+)
+def test_layerscale_starts_smaller_in_deeper_networks(blocks: int, start: float) -> None:
+    """The table of CaiT, by Transformer blocks; half a block counts as one."""
+    for depth in (2 * blocks - 1, 2 * blocks):
+        stack = dm.DepthStack("scaled_residual", dim=3, depth=depth, gate="channel").double()
+        stack.reset_parameters()
+        assert all(p.tolist() == [start] * 3 for p in stack.parameters())
+        rezero = dm.DepthStack("scaled_residual", dim=3, depth=depth)
+        assert all(p.tolist() == [0] for p in rezero.parameters())
+
+
+@pytest.mark.parametrize(("dim", "width"), [(1, 1), (6, 2), (24, 8), (33, 1), (48, 16), (64, 32), (96, 32), (100, 4)])
+@pytest.mark.parametrize("form", ["light", "base"])
+def test_keys_of_mrla_start_by_the_width_of_a_head(dim: int, width: int, form: str) -> None:
+    stack = dm.DepthStack("mrla", dim=dim, depth=3, form=form)
+    keys = [p for name, p in stack.named_parameters() if name.endswith("k_weight")]
+    assert len(keys) == 4
+    for key in keys:
+        assert key.tolist() == pytest.approx([width**-0.5] * dim, rel=1e-6)
+
+
+@pytest.mark.parametrize("streams", [2, 3, 4, 5])
+@pytest.mark.parametrize("name", ["mhc", "mhc_lite"])
+def test_the_biases_of_mhc_read_the_mean_and_write_one(name: str, streams: int) -> None:
+    """What the numbers of the table mean: H_pre is 1/m, H_post is 1."""
+    stack = dm.DepthStack(name, dim=4, depth=3, streams=streams).double()
+    stack.reset_parameters()
+    x = torch.randn(5, 4, dtype=torch.float64)
+    state = stack.begin(x)
+    for mixer in stack:
+        c = mixer.coeff(state)
+        assert (c.gain - 1).abs().max() <= 1e-15
+        assert c.read is None or (c.read - 1 / streams).abs().max() <= 1e-15
+        state = mixer.step(state, torch.tanh)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 1.0, 1.5, 1.9])
+def test_ddl_starts_at_its_beta(beta: float) -> None:
+    stack = dm.DepthStack("ddl", dim=4, depth=3, beta=beta).double()
+    stack.reset_parameters()
+    state = stack.begin(torch.randn(5, 4, dtype=torch.float64))
+    for mixer in stack:
+        assert (mixer.coeff(state).beta - beta).abs().max() <= 1e-14
+        state = mixer.step(state, torch.tanh)
+
+
+KV_PAGES: dict[str, Callable[..., dict[str, float]]] = {
+    "depth_attention": lambda **_: {},
+    "value_residual": lambda learned=True, own=0.5, first=0.5: {"own": own, "first": first} if learned else {},
+}
+
+
+@pytest.mark.parametrize("name", KV)
+def test_every_parameter_inside_attention_starts_as_its_page_says(name: str) -> None:
+    for options in (*kv_mechanism(name).variants, {} if name == "depth_attention" else {"own": 2.0, "first": -1.0}):
+        mixers = make_kv_mixers(name, options, head_dim=4, order=(0, 1, 2, 1, 2))
+        for index, mixer in enumerate(mixers):
+            want = KV_PAGES[name](**options) if index else {}
+            assert {key: p.tolist() for key, p in mixer.named_parameters()} == {k: [v] for k, v in want.items()}
