@@ -7,6 +7,7 @@ that tail, also half a pair.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -134,6 +135,27 @@ def test_the_pairs_are_in_the_order_of_their_readers(
                 for (h, lse), (mixed, summed) in zip(pairs, alone[place:], strict=True):
                     assert distance(h, mixed) <= 1e-12
                     assert distance(lse, summed) <= 1e-12
+
+
+@EVERY_GROUPING
+@torch.no_grad()
+def test_a_slice_shares_reads_among_the_sites_of_a_group_that_it_holds(
+    name: str, options: dict[str, Any], groups: list[list[int]]
+) -> None:
+    depth = groups[-1][-1]
+    probe = small(name, options, depth)
+    states = probe.states()
+    for lo, hi in itertools.combinations(range(depth + 1), 2):
+        part, state = probe.stack.slice(lo, hi), states[lo][: probe.stack.spec(lo).essential]
+        waiting = [0] * (depth + 1)
+        for group in shared(groups):
+            held = [site for site in group if lo <= site < hi + (hi == depth)]
+            for place, site in enumerate(held[1:], 1):
+                waiting[site] = 2 * (len(held) - place)
+        for mixer in part:
+            state = mixer.step(state, probe.sublayers[mixer.site.index])
+            after = mixer.site.index + 1
+            assert len(state) - probe.stack.spec(after).essential == waiting[after], (lo, hi, after)
 
 
 # Cuts
