@@ -20,7 +20,7 @@ FAMILY = {"query": ALONE, "key_weight": ALONE, "logits": ALONE, "query_proj": MU
 TABLE: dict[str, dict[str, tuple[float, bool]]] = {
     "attnres": FAMILY,
     "block_attnres": FAMILY,
-    "ddl": {"beta_weight": DECAYS, "beta_bias": ALONE, "value_weight": DECAYS, "readout": ALONE},
+    "ddl": {"beta_weight": DECAYS, "beta_bias": ALONE, "value_weight": DECAYS, "value_bias": ALONE, "readout": ALONE},
     "delta_attnres": FAMILY,
     "denseformer": {"weights": ALONE},
     "highway": {"weight": DECAYS, "bias": ALONE},

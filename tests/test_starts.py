@@ -182,12 +182,13 @@ def mrla(*, form: str = "light", head_dim: int | None = None, **_: Any) -> list[
     return rows
 
 
-def ddl(*, value_width: int = 1, beta: float = 1.0, **_: Any) -> list[Row]:
+def ddl(*, value_width: int = 1, beta: float = 1.0, target_bias: bool = False, **_: Any) -> list[Row]:
     rows = [
         Row("beta_weight", EVERY, (D,), 0),
         Row("beta_bias", EVERY, (1,), {0.5: -math.log(3), 1.0: 0.0, 1.5: math.log(3)}[beta]),
         Row("value_weight", EVERY, (value_width, D), Normal(D**-0.5)),
     ]
+    rows += [Row("value_bias", EVERY, (value_width,), 0)] * target_bias
     return rows + [Row("readout", READS, (value_width,), 1 / value_width)] * (value_width > 1)
 
 
