@@ -55,7 +55,7 @@ class Probe:
     def states(self) -> list[State]:
         """The state before each site, the output's included."""
         states = [self.stack.begin(self.x)]
-        for mixer, sublayer in zip(self.stack, self.sublayers, strict=True):
+        for mixer, sublayer in self.stack.pairs(self.sublayers):
             states.append(mixer.step(states[-1], sublayer))
         return states
 
@@ -188,7 +188,7 @@ def check_slices(probe: Probe) -> Iterator[Check]:
             head, tail = probe.stack.slice(0, cut), probe.stack.slice(cut, len(probe.stack))
             kept += not torch.equal(resume(tail, tuple(t.clone() for t in state), probe), whole)
             sent = head.begin(probe.x)
-            for mixer, f in zip(head, probe.sublayers, strict=False):
+            for mixer, f in head.pairs(probe.sublayers[:cut]):
                 sent = mixer.step(sent, f)
             for essential in (sent, state[: probe.stack.spec(cut).essential]):
                 dropped = max(dropped, distance(resume(tail, essential, probe), whole))
@@ -197,7 +197,7 @@ def check_slices(probe: Probe) -> Iterator[Check]:
 
 
 def resume(tail: DepthStack, state: State, probe: Probe) -> Tensor:
-    for mixer, f in zip(tail, probe.sublayers[tail.lo :], strict=True):
+    for mixer, f in tail.pairs(probe.sublayers[tail.lo :]):
         state = mixer.step(state, f)
     return tail.end(state)
 
@@ -229,7 +229,7 @@ def gradients(stack: DepthStack, probe: Probe, step: Callable[[Any, Any, State],
     stack.zero_grad(set_to_none=True)
     x = probe.x.clone().requires_grad_()
     state = stack.begin(x)
-    for mixer, f in zip(stack, probe.sublayers, strict=True):
+    for mixer, f in stack.pairs(probe.sublayers):
         state = step(mixer, f, state)
     out = stack.end(state)
     weights = torch.linspace(-1, 1.5, out.numel(), dtype=torch.float64).reshape(out.shape).to(out)

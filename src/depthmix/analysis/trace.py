@@ -245,7 +245,7 @@ def replay(
     assert stack.out is not None
     state = next(iter(stack)).begin(sources[0])
     rows, states = [], [state]
-    for mixer, c, source in zip(stack, coefficients, sources[1:], strict=False):
+    for mixer, c, source in zip(stack, coefficients[:-1], sources[1:], strict=True):
         rows.append(mixer.combine(state, c))
         state = mixer.update(state, c, source)
         states.append(state)

@@ -67,7 +67,7 @@ class BenchModel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         state = self.depth.begin(x)
-        for mixer, sublayer in zip(self.depth, self.sublayers, strict=True):
+        for mixer, sublayer in self.depth.pairs(self.sublayers):
             h, carry = mixer.read(state)
             state = mixer.write(state, carry, sublayer(h))
         return self.norm(self.depth.end(state))

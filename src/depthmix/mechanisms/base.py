@@ -4,7 +4,7 @@ A model is a list of sublayers. Before each of them stands a mixer, which decide
 everything below it::
 
     state = depth.begin(x)
-    for mixer, sublayer in zip(depth, sublayers):
+    for mixer, sublayer in depth.pairs(sublayers):
         h, carry = mixer.read(state)
         state = mixer.write(state, carry, sublayer(h))
     h = depth.end(state)

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -23,6 +23,8 @@ from depthmix.mechanisms.base import (
 )
 from depthmix.mechanisms.registry import kv_mechanism, mechanism
 
+Sublayer = TypeVar("Sublayer")
+
 
 class DepthStack(nn.Module):
     """The mixers of a network of `depth` sublayers of width `dim`.
@@ -36,6 +38,9 @@ class DepthStack(nn.Module):
 
     It iterates over the L mixers; `out` is the mixer of the output row. State-dict names are `mixers.{i}.…` and
     `out.…`, the same in a slice as in the whole.
+
+    `stack(x, sublayers)` runs a network, `stack.bind(sublayers)` makes a module that does, and a loop of your own runs
+    over `stack.pairs(sublayers)`. All three refuse a wrong number of sublayers; a plain `zip` would drop some of them.
     """
 
     def __init__(
@@ -65,10 +70,10 @@ class DepthStack(nn.Module):
         mixers = [cls(site, self.config) for site in sites]
         self.mixers = nn.ModuleDict({str(i): mixer for i, mixer in enumerate(mixers[:-1])})
         self.out: DepthMixer | None = mixers[-1]
-        self.bind()
+        self.bind_mixers()
         self.reset_parameters()
 
-    def bind(self) -> None:
+    def bind_mixers(self) -> None:
         mixers = self.all_mixers()
         for i, mixer in enumerate(mixers):
             mixer.bind(mixers[i:])
@@ -119,14 +124,30 @@ class DepthStack(nn.Module):
 
     def forward(self, x: Tensor, sublayers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
         """The whole loop, for networks whose sublayers take and return one tensor."""
-        if not isinstance(sublayers, (Sequence, nn.ModuleList, nn.Sequential)):
-            raise TypeError(f"sublayers is a {type(sublayers).__name__}; expected {len(self)} callables in a list")
-        if len(sublayers) != len(self):
-            raise ValueError(f"got {len(sublayers)} sublayers; expected {len(self)}, one a mixer")
+        pairs = self.pairs(sublayers)
         state = self.begin(x)
-        for mixer, sublayer in zip(self, sublayers, strict=True):
+        for mixer, sublayer in pairs:
             state = mixer.step(state, sublayer)
         return self.end(state)
+
+    def pairs(self, sublayers: Sequence[Sublayer]) -> list[tuple[DepthMixer, Sublayer]]:
+        """(mixer, sublayer) in their order, for a loop of your own; a wrong number of sublayers is an error.
+
+        A slice takes its own sublayers: `stack.slice(6, 12).pairs(sublayers[6:12])`.
+        """
+        if not isinstance(sublayers, (Sequence, nn.ModuleList, nn.Sequential)):
+            raise TypeError(f"sublayers is a {type(sublayers).__name__}; expected {len(self)} of them in a list")
+        if len(sublayers) != len(self):
+            part = "" if len(self) == self.depth else f" of this slice, {self.lo} to {self.hi - 1}"
+            raise ValueError(
+                f"got {len(sublayers)} sublayers for {len(self)} mixers; expected {len(self)} sublayers{part}, one for "
+                "each mixer. Attention and MLP count separately, and depth= says how many there are"
+            )
+        return list(zip(self, sublayers, strict=True))
+
+    def bind(self, sublayers: Sequence[nn.Module]) -> BoundStack:
+        """The whole network as one module, for sublayers that take and return one tensor."""
+        return BoundStack(self, sublayers)
 
     def spec(self, index: int) -> StateSpec:
         """Shapes alive before sublayer `index`, or before the output (`index == depth`)."""
@@ -145,7 +166,7 @@ class DepthStack(nn.Module):
         part.config, part.facts = self.config, self.facts
         part.mixers = nn.ModuleDict({str(i): copy.copy(self.mixers[str(i)]) for i in range(lo, hi)})
         part.out = copy.copy(self.out) if hi == self.depth else None
-        part.bind()
+        part.bind_mixers()
         part.training = self.training
         return part
 
@@ -153,6 +174,34 @@ class DepthStack(nn.Module):
         part = "" if len(self) == self.depth else f", sublayers {self.lo} to {self.hi - 1}"
         note = f", {self.facts.note}" if self.facts.note else ""
         return f"{self.name!r}, dim={self.dim}, depth={self.depth}{part}{note}"
+
+
+class BoundStack(nn.Module):
+    """A stack and its sublayers as one module: `depth.bind(sublayers)(x)` is `depth(x, sublayers)`.
+
+    It owns both: parameters are `depth.mixers.{i}.…`, `depth.out.…` and `sublayers.{i}.…`. Reach the parts as
+    `bound.depth` and `bound.sublayers`. Assigned to the same model beside it, they would stand in its state dict twice.
+    """
+
+    def __init__(self, depth: DepthStack, sublayers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        if len(depth) != depth.depth:
+            raise ValueError(
+                f"bind was called on a slice, sublayers {depth.lo} to {depth.hi - 1} of {depth.depth}; expected the "
+                "whole stack. A slice hands on a state: loop over its pairs(sublayers)"
+            )
+        for i, (_, sublayer) in enumerate(depth.pairs(sublayers)):
+            if not isinstance(sublayer, nn.Module):
+                raise TypeError(
+                    f"sublayer {i} is a {type(sublayer).__name__}; expected an nn.Module, so that its parameters are "
+                    "found. depth(x, sublayers) takes any callable"
+                )
+        self.depth = depth
+        self.sublayers = sublayers if isinstance(sublayers, nn.ModuleList) else nn.ModuleList(sublayers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.depth(x, self.sublayers)
+        return out
 
 
 def make_sites(dim: int, depth: int, kinds: Sequence[Kind] | None) -> list[Site]:
@@ -221,4 +270,4 @@ def param_groups(stack: DepthStack, *, weight_decay: float = 0.1) -> list[dict[s
     return list(groups.values())
 
 
-__all__ = ["DepthStack", "make_config", "make_kv_mixers", "param_groups"]
+__all__ = ["BoundStack", "DepthStack", "make_config", "make_kv_mixers", "param_groups"]
