@@ -59,7 +59,7 @@ def test_show_takes_options_and_sizes(capsys: pytest.CaptureFixture[str]) -> Non
 def test_verify_prints_a_table_and_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "residual", "highway"]) == 0
     out = capsys.readouterr().out
-    assert "68 of 68 checks hold" in out
+    assert "72 of 72 checks hold" in out
 
 
 def test_verify_as_json_names_every_check(capsys: pytest.CaptureFixture[str]) -> None:

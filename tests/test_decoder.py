@@ -93,7 +93,7 @@ def test_the_dial_gives_the_networks_of_the_benchmark() -> None:
         ({"kv_mixer": {"name": "depth_attention", "stride": 0}}, "stride=0; expected at least 1"),
         ({"kv_mixer": {"name": "depth_attention", "stride": 1, "sources": [0]}}, "expected one of them"),
         ({"kv_mixer": {"name": "depth_attention", "loop": "same_layer", "window": 1}}, "leave the others out"),
-        ({"kv_mixer": "attnres"}, "unknown mechanism 'attnres'"),
+        ({"kv_mixer": "attnres"}, "'attnres' is a depth mechanism"),
         ({"loop": {"first": 1, "last": 1, "repeats": 2}}, "loop.last=1; expected at least 2"),
         ({"loop": {"first": 0, "last": 9, "repeats": 2}}, "loop.last=9; expected 1 to 4"),
         ({"moe": {"experts": 4, "active": 5, "hidden": 8}}, "moe.active=5; expected 1 to 4"),

@@ -85,8 +85,8 @@ def test_a_mechanism_that_is_neither_a_name_nor_a_class_of_mixers_is_refused(nam
 
 
 def test_an_unknown_mechanism_of_kind_kv_is_refused() -> None:
-    with pytest.raises(ValueError, match=says("unknown mechanism 'attnres'", "Known: ")):
-        kv_mechanism("attnres")
+    with pytest.raises(ValueError, match=says("unknown mechanism 'transformer_xl_zzz'", "Known: depth_attention, ")):
+        kv_mechanism("transformer_xl_zzz")
 
 
 def test_an_unknown_kind_of_mechanism_is_refused() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import depthmix as dm
-from depthmix.mechanisms import Site, kv_mechanism, make_kv_mixers
+from depthmix.mechanisms import Site, kv_mechanism
 from depthmix.models.attention import rotate
 from depthmix.models.context import rotation
 from depthmix.models.presets import count_parameters, preset
@@ -39,9 +39,9 @@ def close(a: Tensor, b: Tensor, tolerance: float) -> None:
         assert error <= tolerance * b.abs().max().clamp(min=1), f"differs by {error:.1e}"
 
 
-def make_mixers(name: str, options: dict[str, Any], d: int, order: tuple[int, ...]) -> torch.nn.ModuleList:
+def make_mixers(name: str, options: dict[str, Any], d: int, order: tuple[int, ...]) -> dm.KVStack:
     """In double precision, with parameters that no start has."""
-    mixers = torch.nn.ModuleList(make_kv_mixers(name, options, head_dim=d, order=order)).double()
+    mixers = dm.KVStack(name, head_dim=d, order=order, **options).double()
     for p in mixers.parameters():
         torch.nn.init.normal_(p)
     return mixers

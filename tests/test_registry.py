@@ -89,7 +89,7 @@ def test_a_package_that_cannot_be_loaded_is_named_and_left_out(tmp_path: Path, m
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: absent-mixer\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[depthmix.mechanisms]\nabsent = no_such_module:Absent\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.warns(UserWarning, match=r"'absent' of no_such_module:Absent cannot be loaded"):
+    with pytest.warns(UserWarning, match=r"'absent' of no_such_module:Absent \(package .*\) cannot be loaded"):
         names = dm.list_mechanisms()
     assert "absent" not in names
     assert "residual" in names

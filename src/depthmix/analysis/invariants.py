@@ -160,6 +160,19 @@ def check_facts(probe: Probe, traced: Trace) -> Iterator[Check]:
         yield Check(f"semiseparable rank is at most {facts.rank}", max(excess, 0), 0)
 
 
+def check_meta(name: str, options: Mapping[str, Any], probe: Probe) -> Iterator[Check]:
+    """Parameters without storage: `list`, `show` and `train` count them before anything is allocated."""
+    want = {key: p.shape for key, p in probe.stack.named_parameters()}
+    try:
+        with torch.device("meta"):
+            stack = DepthStack(name, dim=probe.stack.dim, depth=probe.stack.depth, **options)
+        reason = "" if {key: p.shape for key, p in stack.named_parameters()} == want else ": other parameters than here"
+    except Exception as error:  # whatever it is, the check says it
+        cause = error.__cause__ or error
+        reason = f": {type(cause).__name__}: {cause}"
+    yield Check(f"builds on the meta device, as `list`, `show` and `train` need{reason}", float(bool(reason)), 0)
+
+
 def check_spec(probe: Probe) -> Iterator[Check]:
     with torch.no_grad():
         states = probe.states()
@@ -273,6 +286,7 @@ def verify(
         *check_paths(probe, traced),
         *check_start(name, options, probe),
         *check_facts(probe, traced),
+        *check_meta(name, options, probe),
         *check_spec(probe),
         *check_slices(probe),
         *check_locality(probe),

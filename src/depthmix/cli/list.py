@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_format
+import sys
 from typing import Any
 
 import torch
 
-from depthmix.mechanisms import DepthStack, kv_mechanism, list_mechanisms
+from depthmix.mechanisms import DepthStack, PluginError, kv_mechanism
+from depthmix.mechanisms.registry import naming_plugin, survey
 
 
 def run(dim: int = 768, depth: int = 24, json: bool = False) -> int:
-    """List the mechanisms with what they cost and keep.
+    """List the mechanisms with what they cost and keep; a plug-in that cannot be used is named on stderr.
 
     Args:
         dim: width for the figures.
         depth: number of sublayers for the figures.
         json: print a list of objects instead of a table.
     """
-    rows = [describe(on_meta(name, dim, depth)) for name in list_mechanisms()]
-    values = [describe_kv(name) for name in list_mechanisms(kind="kv")]
+    names, broken = survey("depth")
+    rows = []
+    for name in names:
+        try:
+            with naming_plugin(name):
+                rows.append(describe(on_meta(name, dim, depth)))
+        except PluginError as error:
+            broken[name] = error
+    values = [describe_kv(name) for name in survey("kv")[0]]
+    for reason in broken.values():
+        print(f"depthmix: {reason}. It is left out", file=sys.stderr)
     if json:
         print(json_format.dumps([*rows, *values], indent=2, ensure_ascii=False))
     else:

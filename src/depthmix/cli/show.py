@@ -18,7 +18,8 @@ import torch
 import tyro
 
 from depthmix.cli.list import describe, on_meta
-from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, kv_mechanism, list_mechanisms, make_config
+from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, is_kv, kv_mechanism, make_config
+from depthmix.mechanisms.registry import naming_plugin
 from depthmix.models.presets import PRESETS, count_parameters
 from depthmix.models.presets import preset as find_preset
 
@@ -51,14 +52,15 @@ def run(
         return show_preset(preset, json)
     assert name is not None
     about: dict[str, Any]
-    if name in list_mechanisms(kind="kv"):
-        kv = kv_mechanism(name)
-        make_config(kv, name, parse_options(options), dim=dim, depth=depth)
-        about = {"name": name, "kind": "kv", "paper": kv.paper, "state": kv.holds, **page_of(kv)}
-    else:
-        stack = on_meta(name, dim, depth, **parse_options(options))
-        about = {**describe(stack), "chosen": list(options), **page_of(type(next(iter(stack))))}
-        about["cost"] = cost(stack, dtype)
+    with naming_plugin(name, passing=ValueError):
+        if is_kv(name):
+            kv = kv_mechanism(name)
+            make_config(kv, name, parse_options(options), dim=dim, depth=depth)
+            about = {"name": name, "kind": "kv", "paper": kv.paper, "state": kv.holds, **page_of(kv)}
+        else:
+            stack = on_meta(name, dim, depth, **parse_options(options))
+            about = {**describe(stack), "chosen": list(options), **page_of(type(next(iter(stack))))}
+            about["cost"] = cost(stack, dtype)
     print(json_format.dumps(about, indent=2, ensure_ascii=False, default=str)) if json else print_page(about)
     return 0
 

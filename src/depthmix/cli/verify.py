@@ -12,7 +12,8 @@ import torch
 import tyro
 
 from depthmix.analysis.invariants import Check, verify
-from depthmix.mechanisms import list_mechanisms, mechanism
+from depthmix.mechanisms import PluginError, mechanism
+from depthmix.mechanisms.registry import naming_plugin, survey
 from depthmix.ops import backend
 
 Outcome = tuple[str, Mapping[str, Any], list[Check]]
@@ -27,7 +28,7 @@ def run(
     checks: bool = False,
     json: bool = False,
 ) -> int:
-    """Measure what must hold for every mechanism; exit code 1 where something does not.
+    """Measure what must hold for every mechanism; exit code 1 where something does not, or where a plug-in is broken.
 
     Args:
         names: mechanisms to check; all of them by default, each with every option.
@@ -40,10 +41,13 @@ def run(
     """
     if dim % 8 or dim < 8 or depth < 4:
         raise ValueError(f"dim={dim}, depth={depth}; expected a multiple of 8 and a depth of at least 4")
-    jobs = [(name, options) for name in names or list_mechanisms() for options in mechanism(name).variants]
+    if not names:
+        known, broken = survey("depth")
+        names = (*known, *broken)
+    jobs = [(name, options) for name in names for options in variants(name)]
     kind = getattr(torch, dtype)
     check_device(device)
-    work = ((n, o, verify(n, o, dtype=kind, device=device, dim=dim, depth=depth)) for n, o in jobs)
+    work = ((n, o, checks_of(n, o, dtype=kind, device=device, dim=dim, depth=depth)) for n, o in jobs)
     outcomes = list(work) if json else list(with_progress(work, len(jobs)))
     where = f"{platform.machine()}, torch {torch.__version__}, {dtype} on {device}, D = {dim}, L = {depth}"
     reads = backend.describe(device, kind)
@@ -54,6 +58,22 @@ def run(
         print_table(outcomes, where, checks)
         print(f"reads of attnres and block_attnres on {device}: {reads}")
     return 0 if all(check.holds for _, _, found in outcomes for check in found) else 1
+
+
+def variants(name: str) -> tuple[Mapping[str, Any], ...]:
+    try:
+        return mechanism(name).variants
+    except PluginError:  # `checks_of` says so
+        return ({},)
+
+
+def checks_of(name: str, options: Mapping[str, Any], **how: Any) -> list[Check]:
+    """The checks; of a plug-in that raises an error, one failed check that tells it."""
+    try:
+        with naming_plugin(name):
+            return verify(name, options, **how)
+    except PluginError as error:
+        return [Check(f"can be used: {error}", float("inf"), 0)]
 
 
 def check_device(device: str) -> None:

@@ -4,22 +4,25 @@ from importlib import import_module
 from types import ModuleType
 
 from depthmix.mechanisms.base import DepthMixer, Facts, KVMixer, MixerConfig, Site, State, StateSpec, option
-from depthmix.mechanisms.registry import DEPTH, KV, kv_mechanism, list_mechanisms, mechanism
-from depthmix.mechanisms.stack import DepthStack, make_config, make_kv_mixers, param_groups
+from depthmix.mechanisms.registry import DEPTH, KV, PluginError, is_kv, kv_mechanism, list_mechanisms, mechanism
+from depthmix.mechanisms.stack import BoundStack, DepthStack, KVStack, make_config, param_groups
 
 __all__ = [
+    "BoundStack",
     "DepthMixer",
     "DepthStack",
     "Facts",
     "KVMixer",
+    "KVStack",
     "MixerConfig",
+    "PluginError",
     "Site",
     "State",
     "StateSpec",
+    "is_kv",
     "kv_mechanism",
     "list_mechanisms",
     "make_config",
-    "make_kv_mixers",
     "mechanism",
     "option",
     "param_groups",

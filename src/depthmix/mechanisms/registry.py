@@ -5,11 +5,16 @@ from __future__ import annotations
 import difflib
 import importlib
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
-from typing import Literal
+from typing import Literal, TypeAlias
+
+import torch
 
 from depthmix.mechanisms.base import DepthMixer, KVMixer
 
+MechanismKind: TypeAlias = Literal["depth", "kv"]
 ENTRY_POINTS = "depthmix.mechanisms"
 
 DEPTH: dict[str, str] = {
@@ -33,57 +38,127 @@ KV: dict[str, str] = {
 }
 
 
+HOME = {  # what a kind is, and where a mechanism of it goes
+    "depth": (
+        "a depth mechanism: it decides what each sublayer reads",
+        "Give it to DecoderConfig(mixer={0!r}), or to DepthStack({0!r}, dim=…, depth=…) in a model of your own",
+    ),
+    "kv": (
+        "a KV mechanism: it mixes values inside attention",
+        "Give it to DecoderConfig(kv_mixer={0!r}), to `depthmix train --mixer {0}`, or to "
+        "KVStack({0!r}, head_dim=…, depth=…) in an attention of your own",
+    ),
+}
+
+
+class PluginError(ValueError):
+    """A mechanism of another package cannot be used; the message names both and the reason."""
+
+
 def installed() -> dict[str, EntryPoint]:
     """Mechanisms that other packages offer through the entry-point group `depthmix.mechanisms`."""
-    return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in DEPTH | KV}
 
 
-def list_mechanisms(kind: Literal["depth", "kv"] = "depth") -> list[str]:
-    """Names that `DepthStack` (kind "depth") or attention (kind "kv") takes, sorted."""
-    if kind not in ("depth", "kv"):
+def list_mechanisms(kind: MechanismKind = "depth") -> list[str]:
+    """Names that `DepthStack` (kind "depth") or `KVStack` (kind "kv") takes, sorted."""
+    names, broken = survey(kind)
+    for error in broken.values():
+        warnings.warn(str(error), stacklevel=2)
+    return names
+
+
+def survey(kind: MechanismKind) -> tuple[list[str], dict[str, PluginError]]:
+    """Names of a kind, sorted, and the plug-ins of either kind that cannot be loaded."""
+    if kind not in HOME:
         raise ValueError(f"kind={kind!r}; expected 'depth' or 'kv'")
-    own, base = (DEPTH, DepthMixer) if kind == "depth" else (KV, KVMixer)
-    outside = []
+    names, broken = [*(DEPTH if kind == "depth" else KV)], {}
     for name, point in installed().items():
-        if name in DEPTH | KV:
-            continue
         try:
-            if issubclass(point.load(), base):
-                outside.append(name)
-        except Exception as error:  # somebody else's package: name it, and go on without it
-            warnings.warn(f"mechanism {name!r} of {point.value} cannot be loaded: {error!r}", stacklevel=2)
-    return sorted([*own, *outside])
+            if kind_of(load(point)) == kind:
+                names.append(name)
+        except PluginError as error:
+            broken[name] = error
+    return sorted(names), broken
 
 
 def mechanism(name: str) -> type[DepthMixer]:
     """The class behind a name of kind "depth"."""
-    found = find(name, DEPTH, "depth")
-    if not issubclass(found, DepthMixer):
-        raise ValueError(
-            f"{name!r} is no depth mechanism (it derives from {found.__mro__[1].__name__}); expected a "
-            "subclass of DepthMixer. Mechanisms of kind 'kv' go into attention"
-        )
-    return found
+    return find(name, "depth")
 
 
 def kv_mechanism(name: str) -> type[KVMixer]:
     """The class behind a name of kind "kv"."""
-    found = find(name, KV, "kv")
-    if not issubclass(found, KVMixer):
-        raise ValueError(f"{name!r} is no mechanism of kind 'kv'; expected a subclass of KVMixer")
-    return found
+    return find(name, "kv")
 
 
-def find(name: str, own: dict[str, str], kind: Literal["depth", "kv"]) -> type:
-    found: type
-    if name in own:
-        module, _, attribute = own[name].partition(":")
-        found = getattr(importlib.import_module(module), attribute)
-        return found
-    if name in (others := installed()):
-        found = others[name].load()
-        return found
-    names = list_mechanisms(kind)
-    close = difflib.get_close_matches(str(name), names, 1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
-    raise ValueError(f"unknown mechanism {name!r}. {hint}Known: {', '.join(names) or 'none'}")
+def is_kv(name: str) -> bool:
+    """Whether a name is that of a KV mechanism; False where nobody offers it."""
+    cls = lookup(name)
+    return cls is not None and kind_of(cls) == "kv"
+
+
+def find(name: str, kind: MechanismKind) -> type:
+    cls = lookup(name)
+    if cls is None:
+        known, _ = survey(kind)
+        others, _ = survey("kv" if kind == "depth" else "depth")
+        close = difflib.get_close_matches(str(name), [*known, *others], 1)
+        hint = f"Did you mean {close[0]!r}? " if close else ""
+        if close and close[0] in others:
+            what, where = HOME["kv" if kind == "depth" else "depth"]
+            hint = f"Did you mean {close[0]!r}, {what}? {where.format(close[0])}. "
+        raise ValueError(f"unknown mechanism {name!r}. {hint}Known: {', '.join(known) or 'none'}")
+    if kind_of(cls) != kind:
+        what, where = HOME[kind_of(cls)]
+        raise ValueError(f"{name!r} is {what}; expected {HOME[kind][0].partition(':')[0]}. {where.format(name)}")
+    return cls
+
+
+def lookup(name: str) -> type | None:
+    """The class behind a name of either kind; None where nobody offers it."""
+    if target := DEPTH.get(name) or KV.get(name):
+        module, _, attribute = target.partition(":")
+        cls: type = getattr(importlib.import_module(module), attribute)
+        return cls
+    point = installed().get(name)
+    return None if point is None else load(point)
+
+
+def kind_of(cls: type) -> MechanismKind:
+    return "kv" if issubclass(cls, KVMixer) else "depth"
+
+
+def load(point: EntryPoint) -> type:
+    """The class that another package offers."""
+    try:
+        cls = point.load()
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{describe(point)} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(cls, type) or not issubclass(cls, (DepthMixer, KVMixer)):
+        got = f"the class {cls.__name__}" if isinstance(cls, type) else f"a {type(cls).__name__}"
+        raise PluginError(f"{describe(point)} is {got}; expected a subclass of depthmix.DepthMixer or depthmix.KVMixer")
+    return cls
+
+
+def describe(point: EntryPoint) -> str:
+    package = f" (package {point.dist.name})" if point.dist is not None else ""
+    return f"mechanism {point.name!r} of {point.value}{package}"
+
+
+@contextmanager
+def naming_plugin(name: str, passing: type[Exception] = PluginError) -> Iterator[None]:
+    """Inside, what the mechanism of another package raises becomes a `PluginError` that names it.
+
+    Errors of depthmix's own mechanisms, and those of the type `passing`, are raised as they are.
+    """
+    try:
+        yield
+    except passing:
+        raise
+    except Exception as error:
+        point = installed().get(name)
+        if point is None:
+            raise
+        where = " on the meta device" if torch.get_default_device().type == "meta" else ""
+        raise PluginError(f"{describe(point)} fails{where}: {type(error).__name__}: {error}") from error

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -21,9 +21,9 @@ from depthmix.mechanisms.base import (
     StateSpec,
     check_range,
 )
-from depthmix.mechanisms.registry import kv_mechanism, mechanism
+from depthmix.mechanisms.registry import kv_mechanism, mechanism, naming_plugin
 
-Sublayer = TypeVar("Sublayer")
+Sublayers: TypeAlias = Sequence[Any] | nn.ModuleList | nn.Sequential
 
 
 class DepthStack(nn.Module):
@@ -57,21 +57,21 @@ class DepthStack(nn.Module):
         if not (isinstance(cls, type) and issubclass(cls, DepthMixer)):
             raise TypeError(f"mechanism {name!r}; expected a name from list_mechanisms() or a subclass of DepthMixer")
         self.name = name if isinstance(name, str) else cls.__name__
-        for what, number in (("dim", dim), ("depth", depth)):
-            if not isinstance(number, int) or isinstance(number, bool):
-                raise ValueError(f"{self.name}: {what}={number!r}; expected a whole number")
-            check_range(f"{self.name}: {what}", number, 1)
+        check_sizes(self.name, dim=dim, depth=depth)
         self.dim, self.depth = dim, depth
         self.lo, self.hi = 0, depth
         self.config = make_config(cls, self.name, options, dim=dim, depth=depth)
-        cls = cls.resolve(self.config)
-        self.facts: Facts = cls.facts(self.config, dim=dim, depth=depth)
         sites = [*make_sites(dim, depth, kinds), Site(depth, depth, dim, "out")]
-        mixers = [cls(site, self.config) for site in sites]
-        self.mixers = nn.ModuleDict({str(i): mixer for i, mixer in enumerate(mixers[:-1])})
-        self.out: DepthMixer | None = mixers[-1]
-        self.bind_mixers()
-        self.reset_parameters()
+        with naming_plugin(self.name):
+            cls = cls.resolve(self.config)
+            self.facts: Facts = cls.facts(self.config, dim=dim, depth=depth)
+            if not isinstance(self.facts, Facts):
+                raise TypeError(f"facts returned a {type(self.facts).__name__}; expected a depthmix.Facts")
+            mixers = [cls(site, self.config) for site in sites]
+            self.mixers = nn.ModuleDict({str(i): mixer for i, mixer in enumerate(mixers[:-1])})
+            self.out: DepthMixer | None = mixers[-1]
+            self.bind_mixers()
+            self.reset_parameters()
 
     def bind_mixers(self) -> None:
         mixers = self.all_mixers()
@@ -122,7 +122,7 @@ class DepthStack(nn.Module):
             )
         return self.out.read(state)[0]
 
-    def forward(self, x: Tensor, sublayers: Sequence[Callable[[Tensor], Tensor]]) -> Tensor:
+    def forward(self, x: Tensor, sublayers: Sublayers) -> Tensor:
         """The whole loop, for networks whose sublayers take and return one tensor."""
         pairs = self.pairs(sublayers)
         state = self.begin(x)
@@ -130,7 +130,7 @@ class DepthStack(nn.Module):
             state = mixer.step(state, sublayer)
         return self.end(state)
 
-    def pairs(self, sublayers: Sequence[Sublayer]) -> list[tuple[DepthMixer, Sublayer]]:
+    def pairs(self, sublayers: Sublayers) -> list[tuple[DepthMixer, Any]]:
         """(mixer, sublayer) in their order, for a loop of your own; a wrong number of sublayers is an error.
 
         A slice takes its own sublayers: `stack.slice(6, 12).pairs(sublayers[6:12])`.
@@ -145,7 +145,7 @@ class DepthStack(nn.Module):
             )
         return list(zip(self, sublayers, strict=True))
 
-    def bind(self, sublayers: Sequence[nn.Module]) -> BoundStack:
+    def bind(self, sublayers: Sublayers) -> BoundStack:
         """The whole network as one module, for sublayers that take and return one tensor."""
         return BoundStack(self, sublayers)
 
@@ -183,7 +183,7 @@ class BoundStack(nn.Module):
     `bound.depth` and `bound.sublayers`. Assigned to the same model beside it, they would stand in its state dict twice.
     """
 
-    def __init__(self, depth: DepthStack, sublayers: Sequence[nn.Module]) -> None:
+    def __init__(self, depth: DepthStack, sublayers: Sublayers) -> None:
         super().__init__()
         if len(depth) != depth.depth:
             raise ValueError(
@@ -204,6 +204,92 @@ class BoundStack(nn.Module):
         return out
 
 
+class KVStack(nn.Module):
+    """The value mixers of a network's attention layers, one for each execution: for an attention of your own.
+
+    Args:
+        name: a name from `list_mechanisms(kind="kv")`, or a subclass of `KVMixer`.
+        head_dim: channels of a head.
+        depth: number of attention layers N; or
+        order: for layers that run more than once, the layer of each execution, such as (0, 1, 2, 1, 2, 3).
+        options: of the mechanism; `depthmix show NAME` lists them.
+
+    `state = stack.begin()`, then in each attention, after norms and RoPE of its queries and keys and before its cache,
+    `v, state = stack[i].mix(q, k, v, state)`. It iterates over its mixers; state-dict names are `{i}.…`.
+    """
+
+    def __init__(
+        self,
+        name: str | type[KVMixer],
+        *,
+        head_dim: int,
+        depth: int | None = None,
+        order: Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        cls = kv_mechanism(name) if isinstance(name, str) else name
+        if not (isinstance(cls, type) and issubclass(cls, KVMixer)):
+            raise TypeError(
+                f"mechanism {name!r}; expected a name from list_mechanisms(kind='kv') or a subclass of KVMixer"
+            )
+        self.name = name if isinstance(name, str) else cls.__name__
+        if (depth is None) == (order is None):
+            raise ValueError(
+                f"{self.name}: depth={depth} and order={order}; expected one of them: the number of attention layers, "
+                "or the layer of each execution"
+            )
+        if order is None:
+            check_sizes(self.name, depth=depth)
+            order = range(depth or 0)
+        elif not isinstance(order, Sequence) or not all(isinstance(layer, int) for layer in order):
+            raise ValueError(
+                f"{self.name}: order={order!r}; expected the layer of each execution, such as (0, 1, 2, 1, 2, 3)"
+            )
+        self.order, self.head_dim = tuple(order), head_dim
+        check_sizes(self.name, head_dim=head_dim, depth=len(self.order))
+        self.config = make_config(cls, self.name, options, dim=head_dim, depth=len(self.order))
+        with naming_plugin(self.name):
+            for i in range(len(self.order)):
+                self.add_module(str(i), cls(Site(i, len(self.order), head_dim, "attn"), self.config, self.order))
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for mixer in self:
+            mixer.reset_parameters()
+
+    def __iter__(self) -> Iterator[KVMixer]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> KVMixer:
+        """The mixer of attention `index`, counted from 0 in the order of execution."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"attention {index}; this stack holds 0 to {len(self) - 1}")
+        return self._modules[str(index)]  # type: ignore[return-value]
+
+    def begin(self) -> State:
+        """The state before the first attention."""
+        return self[0].begin()
+
+    def spec(self, index: int) -> StateSpec:
+        """Shapes alive before attention `index`, after the leading ones [..., K, T]."""
+        check_range("index", index, 0, len(self))
+        return self[0].spec(dataclasses.replace(self[0].site, index=index))
+
+    def extra_repr(self) -> str:
+        return f"{self.name!r}, head_dim={self.head_dim}, depth={len(self)}"
+
+
+def check_sizes(name: str, **sizes: Any) -> None:
+    for what, number in sizes.items():
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise ValueError(f"{name}: {what}={number!r}; expected a whole number")
+        check_range(f"{name}: {what}", number, 1)
+
+
 def make_sites(dim: int, depth: int, kinds: Sequence[Kind] | None) -> list[Site]:
     alternating: list[Kind] = ["attn" if i % 2 == 0 else "mlp" for i in range(depth)]
     kinds = alternating if kinds is None else list(kinds)
@@ -215,32 +301,19 @@ def make_sites(dim: int, depth: int, kinds: Sequence[Kind] | None) -> list[Site]
 def make_config(
     cls: type[DepthMixer] | type[KVMixer], name: str, options: Mapping[str, Any], *, dim: int, depth: int
 ) -> MixerConfig:
-    known = [field.name for field in dataclasses.fields(cls.Config)]
-    for option in options:
-        if option not in known:
-            close = difflib.get_close_matches(option, known, 1)
-            hint = f"Did you mean {close[0]!r}? " if close else ""
-            raise ValueError(f"{name} has no option {option!r}. {hint}Known: {', '.join(known) or 'none'}")
-    try:
-        config = cls.Config(**options)
-        config.check(dim=dim, depth=depth)
-        return config
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def make_kv_mixers(
-    name: str | None, options: Mapping[str, Any], *, head_dim: int, order: Sequence[int]
-) -> list[KVMixer]:
-    """One mixer for each execution of an attention layer, `order` naming the layers; none without a name."""
-    if name is None:
-        return []
-    cls, depth = kv_mechanism(name), len(order)
-    config = make_config(cls, name, options, dim=head_dim, depth=depth)
-    mixers = [cls(Site(i, depth, head_dim, "attn"), config, tuple(order)) for i in range(depth)]
-    for mixer in mixers:
-        mixer.reset_parameters()
-    return mixers
+    with naming_plugin(name, passing=ValueError):
+        known = [field.name for field in dataclasses.fields(cls.Config)]
+        for option in options:
+            if option not in known:
+                close = difflib.get_close_matches(option, known, 1)
+                hint = f"Did you mean {close[0]!r}? " if close else ""
+                raise ValueError(f"{name} has no option {option!r}. {hint}Known: {', '.join(known) or 'none'}")
+        try:
+            config = cls.Config(**options)
+            config.check(dim=dim, depth=depth)
+            return config
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
 
 def param_groups(stack: DepthStack, *, weight_decay: float = 0.1) -> list[dict[str, Any]]:
@@ -270,4 +343,4 @@ def param_groups(stack: DepthStack, *, weight_decay: float = 0.1) -> list[dict[s
     return list(groups.values())
 
 
-__all__ = ["BoundStack", "DepthStack", "make_config", "make_kv_mixers", "param_groups"]
+__all__ = ["BoundStack", "DepthStack", "KVStack", "make_config", "param_groups"]

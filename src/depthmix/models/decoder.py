@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from depthmix import ops
-from depthmix.mechanisms import DepthStack, State, make_kv_mixers
+from depthmix.mechanisms import DepthStack, KVStack, State
 from depthmix.models.attention import Attention
 from depthmix.models.config import DecoderConfig
 from depthmix.models.context import Cache, Context, make_context
@@ -29,7 +29,7 @@ class Decoder(nn.Module):
     Attributes:
         sublayers: attention and MLP in turn, each with its PreNorm; weights exist once, however often they run.
         depth: the mixers, one for each execution of a sublayer, and the output's.
-        kv_mixers: one for each execution of an attention, or none.
+        kv_mixers: a `KVStack`, one mixer for each execution of an attention; or an empty list.
         checkpoint_every: sublayers in a segment whose activations are made again in the backward pass; None: all are
             kept. A segment hands on what the state's spec calls essential and nothing else.
     """
@@ -46,8 +46,9 @@ class Decoder(nn.Module):
         self.sublayers = nn.ModuleList(sublayer for pair in pairs for sublayer in pair)
         mixer = config.mixer
         self.depth = DepthStack(mixer.name, dim=config.dim, depth=config.depth, kinds=config.kinds, **mixer.options)
-        name, options = (None, {}) if config.kv_mixer is None else (config.kv_mixer.name, config.kv_mixer.options)
-        self.kv_mixers = nn.ModuleList(make_kv_mixers(name, options, head_dim=config.width, order=config.layer_order))
+        self.kv_mixers: KVStack | nn.ModuleList = nn.ModuleList()
+        if (kv := config.kv_mixer) is not None:
+            self.kv_mixers = KVStack(kv.name, head_dim=config.width, order=config.layer_order, **kv.options)
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters()
@@ -109,7 +110,7 @@ class Decoder(nn.Module):
         return self.depth.end(state), losses
 
     def begin_kv(self) -> State:
-        return self.kv_mixers[0].begin() if len(self.kv_mixers) else ()  # type: ignore[operator]
+        return self.kv_mixers.begin() if isinstance(self.kv_mixers, KVStack) else ()
 
     def segment(self, lo: int, hi: int, state: State, kv: State, ctx: Context) -> tuple[State, State, list[Tensor]]:
         """Sublayers lo … hi − 1, in the order of their execution."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from depthmix.mechanisms import list_mechanisms
+from depthmix.mechanisms import is_kv
 from depthmix.mechanisms.base import check_positive, check_range
 from depthmix.models import DecoderConfig, count_parameters
 from depthmix.models.config import check_fields
@@ -250,10 +250,12 @@ def mechanisms(mixer: str | Mapping[str, Any]) -> dict[str, Any]:
         return {"mixer": mixer}
     found: dict[str, Any] = {}
     for name in mixer.split("+"):
-        child = "kv_mixer" if name in list_mechanisms(kind="kv") else "mixer"
+        child = "kv_mixer" if is_kv(name) else "mixer"
         if child in found:
+            kind = "KV" if child == "kv_mixer" else "depth"
             raise ValueError(
-                f"mixer={mixer!r}; expected at most one mechanism of each kind, such as attnres+value_residual"
+                f"mixer={mixer!r} has two {kind} mechanisms, {found[child]} and {name}; expected at most one of each "
+                "kind, such as attnres+value_residual"
             )
         found[child] = name
     return found
