@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -149,6 +150,18 @@ def test_in_python_the_list_warns_of_what_cannot_be_loaded_and_leaves_it_out(plu
         names = dm.list_mechanisms()
     assert set(names) == {*registry.DEPTH, "good", *LOADS}
     assert all(told("\n".join(str(w.message) for w in warned), how) for how in BROKEN if how not in LOADS)
+
+
+def test_a_broken_value_mixer_is_named_too(plugins: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    site = plugins.parent / "site"
+    (site / "plugin_good.py").write_text(
+        "from depthmix.mechanisms.value_residual import ValueResidual\nclass Good(ValueResidual):\n"
+        "    def reset_parameters(self):\n        raise RuntimeError('no weights')\n"
+    )
+    assert main(["show", "good"]) == 0  # nothing is built
+    capsys.readouterr()
+    assert main(["train", "--mixer", "attnres+good", "--depth", "2", "--folder", "run"]) == 2
+    assert re.search(r"mechanism 'good' of plugin_good:Good .* RuntimeError: no weights", capsys.readouterr().err)
 
 
 def test_wrong_options_of_a_plugin_are_the_users_and_not_its_own(plugins: Path) -> None:
