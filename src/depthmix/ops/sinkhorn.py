@@ -31,9 +31,7 @@ class Sinkhorn(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, iterations: int, eps: float) -> Tensor:
         ctx.save_for_backward(logits)
         ctx.options = (iterations, eps)
-        if eps:
-            return reference.sinkhorn(logits, iterations, eps)
-        for _, matrix in half_steps(tokens_last(wide(logits)), iterations):
+        for _, matrix in half_steps(tokens_last(wide(logits)), iterations, eps):
             last = matrix
         return tokens_first(last, logits.shape)
 
@@ -41,21 +39,28 @@ class Sinkhorn(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (logits,) = ctx.saved_tensors
         iterations, eps = ctx.options
-        if torch.is_grad_enabled() or eps:
-            leaf = logits if torch.is_grad_enabled() else logits.detach().requires_grad_()
-            (found,) = replayed(lambda x: reference.sinkhorn(x, iterations, eps), (leaf,), grad)
-            return found, None, None
-        steps = list(half_steps(tokens_last(wide(logits)), iterations))
-        felt = tokens_last(grad).mul(steps[-1][1])
-        for axis, matrix in reversed(steps):  # log − lse(log), whatever the axis: the slope of a log-softmax
+        if torch.is_grad_enabled():
+            return *replayed(lambda x: reference.sinkhorn(x, iterations, eps), (logits,), grad), None, None
+        (_, rows), *steps = half_steps(tokens_last(wide(logits)), iterations, eps)
+        felt = tokens_last(grad).mul(steps[-1][1])  # the gradient of a matrix, times the matrix
+        for axis, matrix in reversed(steps):  # dividing by a sum, with eps or without: the slope of a log-softmax
             felt.addcmul_(matrix, felt.sum(axis, keepdim=True), value=-1)
+        if eps:
+            felt.mul_(rows / (rows + eps))
+        felt.addcmul_(rows, felt.sum(1, keepdim=True), value=-1)
         return tokens_first(felt, logits.shape).to(logits.dtype), None, None
 
 
-def half_steps(logits: Tensor, iterations: int) -> Iterator[tuple[int, Tensor]]:
-    """The matrix [M, M, N] after each half-step, with the axis along which it now sums to 1."""
+def half_steps(logits: Tensor, iterations: int, eps: float) -> Iterator[tuple[int, Tensor]]:
+    """The softmax of the rows, then the matrix [M, M, N] after each half-step; with the axis that was summed."""
     log = torch.log_softmax(logits, 1)
-    yield 1, log.exp()
+    yield 1, (matrix := log.exp())
+    if eps:
+        matrix = matrix + eps
+        for step in range(1, 2 * iterations):
+            axis = (step + 1) % 2
+            yield axis, (matrix := matrix / (matrix.sum(axis, keepdim=True) + eps))
+        return
     log = log - log.logsumexp(0, keepdim=True)  # a column may underflow as a whole
     yield 0, (matrix := log.exp())
     for step in range(2, 2 * iterations):  # from here on sums lie between 1/M² and M: no largest entry to take out
