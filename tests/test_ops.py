@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import depthmix as dm
+from depthmix.ops import reference
 from tests.reference import attend as plain
 from tests.reference.sinkhorn import sinkhorn as plain_sinkhorn
 
@@ -92,6 +94,25 @@ def test_merge_is_differentiable_in_all_four() -> None:
     h1, h2 = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     lse1, lse2 = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(dm.ops.merge, (h1, lse1, h2, lse2))
+
+
+@pytest.mark.parametrize("merge", [dm.ops.merge, reference.merge], ids=["ops", "reference"])
+def test_merging_gives_each_side_the_weight_of_its_own_log_sum_exp(merge: Any) -> None:
+    """Three parts to one: h and the gradients of all four, by hand."""
+    h1, h2 = torch.tensor([[8.0, 0.0]], dtype=torch.float64), torch.tensor([[0.0, 4.0]], dtype=torch.float64)
+    lse1, lse2 = torch.tensor([3.0], dtype=torch.float64).log(), torch.zeros(1, dtype=torch.float64)
+    leaves = [t.requires_grad_() for t in (h1, lse1, h2, lse2)]
+    h, lse = merge(*leaves)
+    assert torch.allclose(h, torch.tensor([[6.0, 1.0]], dtype=torch.float64))
+    assert torch.allclose(lse.exp(), torch.tensor([4.0], dtype=torch.float64))
+    ones = torch.ones_like
+    for out, expected in (
+        (h, ([0.75, 0.75], [0.75], [0.25, 0.25], [-0.75])),  # of Σh: ±w1 w2 (8 − 4) for the log-sum-exps
+        (lse, ([0.0, 0.0], [0.75], [0.0, 0.0], [0.25])),
+    ):
+        found = torch.autograd.grad(out, leaves, ones(out), retain_graph=True, materialize_grads=True)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.allclose(a.flatten(), torch.tensor(b, dtype=torch.float64), rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

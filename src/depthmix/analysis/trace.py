@@ -358,7 +358,9 @@ def operator_parts(stack: DepthStack, coefficients: Sequence[Any], written: Sequ
     rows, states = replay(stack, coefficients, alone)
     held = [s[0].flatten(-2) for s in states]  # [i, ..., M·D] before each row
     first = torch.stack([held[i][i] for i in range(n)])  # each write as it entered
-    size = first.square().sum(-1).clamp(min=torch.finfo(first.dtype).tiny)
-    gain = torch.stack([(s * first).sum(-1) / size for s in held])  # [row, i, ...]
+    tiny = torch.finfo(first.dtype).tiny
+    direction = first / first.abs().amax(-1, keepdim=True).clamp(min=tiny)  # nothing of the writes' size is squared
+    size = (first * direction).sum(-1).clamp(min=tiny)
+    gain = torch.stack([(s * direction).sum(-1) / size for s in held])  # [row, i, ...]
     causal = torch.ones(n, n, device=gain.device).tril().view(n, n, *[1] * (gain.dim() - 2))
     return torch.stack(rows), (gain * causal.to(gain.dtype)).movedim((0, 1), (-2, -1))

@@ -154,10 +154,11 @@ class LinearAttention(DepthMixer):
         if rule == "gated":
             return Written(torch.sigmoid(rest[0]), key)  # (3)
         if rule == "delta":
-            key = key * torch.rsqrt(key.square().sum(-1, keepdim=True) + self.config.eps)
+            rank = self.config.rank
+            key = ops.rms_norm(key, self.config.eps / rank) * rank**-0.5  # of length 1
             beta = 2 * torch.sigmoid(rest[0])
             erased = beta.unsqueeze(-1) * key.unsqueeze(-1) * key.unsqueeze(-2)
-            return Written(torch.eye(self.config.rank, dtype=key.dtype, device=key.device) - erased, beta * key)  # (4)
+            return Written(torch.eye(rank, dtype=key.dtype, device=key.device) - erased, beta * key)  # (4)
         return Written(None, key)  # (2)
 
     def coeff(self, state: State) -> Coeff:

@@ -33,13 +33,12 @@ def forward(
         rstd = folded.new_ones((*sources[0].shape[:-1], len(sources)))
     products = torch.stack([linear(v, folded) for v in sources], -1)  # [..., Q, S]
     logits = scale * (products * rstd.unsqueeze(-2))
-    lse = logits.logsumexp(-1)  # [..., Q]
     if prior_lse is not None:
-        lse = torch.logaddexp(lse, prior_lse.unsqueeze(-1))
-    weights = (logits - lse.unsqueeze(-1)).exp()
+        logits = torch.cat([logits, prior_lse[..., None, None]], -1)
+    lse, weights = logits.logsumexp(-1), logits.softmax(-1)  # [..., Q], [..., Q, S or S + 1]
+    own, weights = weights[..., 0, len(sources) :], weights[..., : len(sources)]
     h = [mix(sources, weights[..., q : q + 1, :]) for q in range(folded.shape[0])]
-    if prior is not None and prior_lse is not None:
-        own = (prior_lse - lse[..., 0]).exp().unsqueeze(-1)
+    if prior is not None:
         h = [weighted_sum([prior, h[0]], [own, None])]
     return h, lse.movedim(-1, 0).contiguous(), rstd, weights
 
@@ -67,26 +66,27 @@ def backward(
         used = (a * u).sum(-1)
         from_lse = nothing if from_lse is None else from_lse
         felt = used if h is None else nothing if g is None else dot(g, h)
-        slopes.append(a * (u + (from_lse - felt).unsqueeze(-1)))
+        slopes.append(a * (u - felt.unsqueeze(-1) + from_lse.unsqueeze(-1)))
         if prior_lse is not None:
             own = (prior_lse - lse[q]).exp()
-            grad_prior_lse = felt - used - own * (felt - from_lse)
+            grad_prior_lse = felt - used - own * felt + own * from_lse
             if g is not None:
                 grad_prior = weighted_sum([g], [own.unsqueeze(-1)])
-    slope = torch.stack(slopes, -2) * (scale * rstd.unsqueeze(-2))  # [..., Q, S]: of <v_s, c_q>
+    slope = scale * torch.stack(slopes, -2)  # [..., Q, S]: of r_s <v_s, c_q>
     given = [(q, g) for q, g in enumerate(grad_h) if g is not None]
     grads, grad_folded = [], torch.zeros_like(folded)
     with full_precision(folded.device):
         for s, v in enumerate(sources):
-            one = slope[..., s]  # [..., Q]
-            grad = one @ folded
+            one, r, unit = slope[..., s], rstd[..., s, None], wide(v)  # [..., Q], [..., 1], [..., D]
+            grad = (one * r) @ folded
             if normalize:
-                pull = (one * linear(v, folded)).sum(-1) * rstd[..., s].square() / v.shape[-1]
-                grad = grad - pull.unsqueeze(-1) * wide(v)
+                unit = unit * r  # before any product with r again: r² of a long source underflows
+                pull = (one * r * linear(v, folded)).sum(-1, keepdim=True) * (r / -v.shape[-1])
+                grad = torch.addcmul(grad, pull, unit)
             for q, g in given:
                 grad = torch.addcmul(grad, weights[..., q, s].unsqueeze(-1), wide(g))
             grads.append(grad.to(v.dtype))
-            grad_folded += one.reshape(-1, one.shape[-1]).T @ wide(v).reshape(-1, v.shape[-1])
+            grad_folded += one.reshape(-1, one.shape[-1]).T @ unit.reshape(-1, v.shape[-1])
     return grads, grad_folded, grad_prior, grad_prior_lse
 
 

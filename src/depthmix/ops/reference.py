@@ -43,19 +43,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def inverse_rms(v: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(v²) + eps) as [..., 1], in the accumulator's dtype.
+def rms_parts(v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """u, r and size with u = v / size and v / sqrt(mean(v²) + eps) = r u, in the accumulator's dtype.
 
-    Large vectors are divided by their largest entry first: 1e30 squared overflows float32.
+    size [..., 1] is a power of two near the largest entry, at least 1: no square overflows (1e20 squared is beyond
+    float32), no factor of the gradient underflows, and u and r have the digits that they would have without it.
     """
     v = wide(v)
-    size = v.detach().abs().amax(-1, keepdim=True).clamp(min=1.0) if v.shape[-1] else v.new_ones(())
-    return torch.rsqrt((v / size).square().mean(-1, keepdim=True) + eps / size.square()) / size
+    if not v.shape[-1]:
+        return v, *[v.new_ones((*v.shape[:-1], 1))] * 2
+    top = v.detach().abs().amax(-1, keepdim=True).clamp(1.0, torch.finfo(v.dtype).max / 4)
+    size = top.log2().floor().exp2()
+    u = v / size
+    return u, torch.rsqrt(u.square().mean(-1, keepdim=True) + eps / size.square()), size
+
+
+def inverse_rms(v: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(v²) + eps) as [..., 1], in the accumulator's dtype; for gradients by torch see `rms_parts`."""
+    _, r, size = rms_parts(v, eps)
+    return r / size
 
 
 def rms_norm(v: Tensor, eps: float) -> Tensor:
     """v / sqrt(mean(v²) + eps) in the accumulator's dtype, without a weight."""
-    return wide(v) * inverse_rms(v, eps)
+    u, r, _ = rms_parts(v, eps)
+    return u * r
 
 
 def inverse_norm(v: Tensor, eps: float) -> Tensor:
@@ -147,7 +159,7 @@ def join(
     if prior is not None:
         sources, logits = [*sources, prior[0]], torch.cat([logits, prior[1][..., None, None]], -1)
     lse = logits.logsumexp(-1)  # [..., Q]
-    weights = (logits - lse.unsqueeze(-1)).exp()
+    weights = logits.softmax(-1)  # not exp(logits − lse), whose error grows with the logits
     mixed = tuple(mix(sources, weights[..., q : q + 1, :]) for q in range(logits.shape[-2]))
     return mixed, lse.unbind(-1)
 

@@ -75,6 +75,17 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
     return reference.inverse_rms(x, eps)
 
 
+def norm_factors(x: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    """u and r with norm(x) = r u and no underflow of r · rstd: x and rstd themselves (no pass over x) where that holds.
+
+    Asking whether it holds is free on a CPU only.
+    """
+    plain = x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
+    if plain and bool((rstd > torch.finfo(rstd.dtype).tiny ** 0.25).all()):
+        return wide(x), rstd
+    return wide(x) * rstd, torch.ones_like(rstd)
+
+
 def plain_head_products(x: Tensor, weight: Tensor, head_dim: int, eps: float) -> Tensor:
     u = reference.rms_norm(x, eps)
     return (u * weight * u).unflatten(-1, (-1, head_dim)).sum(-1)
@@ -112,10 +123,7 @@ def dots(streams: Tensor, vector: Tensor) -> Tensor:
 
 
 class NormedLinear(torch.autograd.Function):
-    """z = r (W x) with r = 1/rms(x). Keeps x, W, r and z.
-
-    Beyond 1e19 in float32 the part of the gradient along x, some r² x, is below what float32 holds: it is 0.
-    """
+    """z = r (W x) with r = 1/rms(x). Keeps x, W, r and z."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -131,13 +139,14 @@ class NormedLinear(torch.autograd.Function):
         if torch.is_grad_enabled():
             plain = lambda x, weight: reference.linear(reference.rms_norm(x, ctx.eps), weight)  # noqa: E731
             return (*replayed(plain, (x, weight), grad), None)
-        slope, of_x, of_weight = grad * rstd, None, None
+        u, r = norm_factors(x, rstd)
+        of_x = of_weight = None
         with full_precision(x.device):
             if ctx.needs_input_grad[0]:
-                pull = (grad * z).sum(-1, keepdim=True) * (rstd.square() / -x.shape[-1])
-                of_x = (slope @ weight.to(slope.dtype)).addcmul_(wide(x), pull).to(x.dtype)
+                pull = (grad * z).sum(-1, keepdim=True) * (rstd / -x.shape[-1]) * r
+                of_x = ((grad * rstd) @ weight.to(rstd.dtype)).addcmul_(u, pull).to(x.dtype)
             if ctx.needs_input_grad[1]:
-                of_weight = slope.reshape(-1, slope.shape[-1]).T @ wide(x).reshape(-1, x.shape[-1])
+                of_weight = (grad * r).reshape(-1, grad.shape[-1]).T @ u.reshape(-1, x.shape[-1])
                 of_weight = of_weight.to(weight.dtype)
         return of_x, of_weight, None
 

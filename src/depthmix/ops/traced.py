@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from depthmix.ops.reference import inverse_rms, join, wide
+from depthmix.ops.reference import join, rms_parts, wide
 
 
 def attend(
@@ -31,6 +31,5 @@ def attend(
 
 def logits(v: Tensor, folded: Tensor, normalize: bool, eps: float, scale: float) -> Tensor:
     """[..., Q] of one source."""
-    v = wide(v)
-    size = scale * inverse_rms(v, eps) if normalize else scale
-    return size * torch.stack([(v * c).sum(-1) for c in folded.unbind(0)], -1)
+    u, r = rms_parts(v, eps)[:2] if normalize else (wide(v), 1.0)
+    return scale * r * torch.stack([(u * c).sum(-1) for c in folded.unbind(0)], -1)

@@ -23,7 +23,9 @@ from torch import Tensor
 from depthmix.ops.native import pool
 
 SOURCES = [Path(__file__).with_name(name) for name in ("attend.cpp", "pool.cpp")]
-FLAGS = ["-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-std=c++17", "-shared", "-fPIC", "-pthread"]
+# Not -ffast-math: a library linked with it makes the whole process flush denormals to zero as soon as it is loaded.
+ARITHMETIC = ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS = ["-O3", "-march=native", *ARITHMETIC, "-std=c++17", "-shared", "-fPIC", "-pthread"]
 DTYPES = {torch.float32: "float32", torch.float64: "float64"}
 
 

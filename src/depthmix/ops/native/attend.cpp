@@ -12,7 +12,7 @@
 //   dl_qs = a_qs (u_qs - <G_q, h_q> + dlse_q)
 //   dv_s  = sum_q a_qs G_q + r_s scale sum_q dl_qs c_q - (r_s^2 / D) (sum_q dl_qs l_qs) v_s
 //   dc_q  = sum_{t,s} scale dl_qs r_s v_s
-//   do_q  = a_q G_q                        dprior_lse_q = <G_q, h_q> - sum_s a_qs u_qs - a_q (<G_q, h_q> - dlse_q)
+//   do_q  = a_q G_q                        dprior_lse_q = <G_q, h_q> - sum_s a_qs u_qs - a_q <G_q, h_q> + a_q dlse_q
 // The mixtures o_q are not needed: a_q <G_q, o_q> = <G_q, h_q> - sum_s a_qs u_qs.
 
 #include <algorithm>
@@ -44,9 +44,9 @@ template <typename T> typename Lanes<T>::V load(const T *p) {
 template <typename T> void store(T *p, typename Lanes<T>::V v) { std::memcpy(p, &v, sizeof v); }
 
 template <typename T> T total(typename Lanes<T>::V v) {
-    T sum = 0;
-    for (int64_t i = 0; i < Lanes<T>::N; ++i) sum += v[i];
-    return sum;
+    for (int64_t half = Lanes<T>::N / 2; half; half /= 2)
+        for (int64_t i = 0; i < half; ++i) v[i] += v[i + half];
+    return v[0];
 }
 
 template <typename F> void over_tokens(int64_t tokens, int threads, F body) {
@@ -84,13 +84,17 @@ template <typename T> T dot(const T *x, const T *a, int64_t n) {
     return one;
 }
 
-// 1 / sqrt(mean square + eps), also where the square would overflow in the type.
+// 1 / sqrt(mean square + eps). Where the square overflowed, the row is taken again, scaled down by a power of two.
 template <typename T> T inverse_rms(const T *v, int64_t n, T square, double eps) {
-    if (square < std::numeric_limits<T>::max() / 4) return (T)(1 / std::sqrt((double)square / n + eps));
+    if (std::isfinite(square)) return (T)(1 / std::sqrt((double)square / n + eps));
+    const double down = std::ldexp(1.0, -3 * std::numeric_limits<T>::max_exponent / 4);
     double sum = 0;
-    for (int64_t i = 0; i < n; ++i) sum += (double)v[i] * v[i];
-    return (T)(1 / std::sqrt(sum / n + eps));
+    for (int64_t i = 0; i < n; ++i) sum += (v[i] * down) * (v[i] * down);
+    return (T)(down / std::sqrt(sum / n + eps * down * down));
 }
+
+// Whether r^2 is near underflow.
+template <typename T> bool tiny(T r) { return r < std::ldexp((T)1, std::numeric_limits<T>::min_exponent / 4); }
 
 // Fresh memory comes page by page, and asking for it costs as much as writing it: take large pages where there are any.
 template <typename T> void expect_writes(T *p, int64_t n) {
@@ -184,6 +188,17 @@ void spread(int64_t i, int64_t D, int S, int Q, const T *const *x, const T *cons
     }
 }
 
+// What a logit with the slope l adds to the gradients of a source so long that r^2 underflows, and of its query.
+template <typename T>
+void spread_far(int64_t D, const T *x, T r, T l, T product, const T *c, T *d, T *dc) {
+    const T pull = l * (product * r) / (T)D;
+    for (int64_t i = 0; i < D; ++i) {
+        const T unit = r * x[i];
+        d[i] += r * (l * c[i] - pull * unit);
+        dc[i] += l * unit;
+    }
+}
+
 template <typename T>
 void backward(int64_t tokens, int64_t D, int S, int Q, const T *const *v, const T *c, const T *const *h, const T *prior_lse,
               double scale, int normalize, const T *rstd, const T *weight, const T *lse, const T *const *G,
@@ -194,7 +209,7 @@ void backward(int64_t tokens, int64_t D, int S, int Q, const T *const *v, const 
     for (int s = 0; s < S; ++s) expect_writes(dv[s], tokens * D);
     for (int q = 0; q < Q && dprior; ++q) expect_writes(dprior[q], tokens * D);
     over_tokens(tokens, threads, [=](int part, int64_t from, int64_t to) {
-        std::vector<T> slope(Q * S), product(Q * S), pull(S);
+        std::vector<T> slope(Q * S), product(Q * S), pull(S), far(Q * S);
         std::vector<const T *> x(S), g(Q);
         std::vector<T *> d(S);
         T *dc = dc_parts + (int64_t)part * Q * D;
@@ -218,12 +233,13 @@ void backward(int64_t tokens, int64_t D, int S, int Q, const T *const *v, const 
                 const T felt = prior_lse ? (g[q] ? dot(g[q], h[q] + t * D, D) : (T)0) : used;
                 for (int s = 0; s < S; ++s) {
                     const T dl = a[q * S + s] * (slope[q * S + s] - felt + dle);
-                    slope[q * S + s] = (T)scale * dl * r[s];
+                    if (tiny(r[s])) far[q * S + s] = (T)scale * dl;
+                    slope[q * S + s] = tiny(r[s]) ? (T)0 : (T)scale * dl * r[s];
                     if (normalize) pull[s] += slope[q * S + s] * product[q * S + s] * (r[s] * r[s] / (T)D);
                 }
                 if (prior_lse) {
                     const T own = std::exp(prior_lse[q * tokens + t] - lse[q * tokens + t]);
-                    dprior_lse[q * tokens + t] = felt - used - own * (felt - dle);
+                    dprior_lse[q * tokens + t] = felt - used - own * felt + own * dle;
                     T *out = dprior[q] + t * D;
                     for (int64_t i = 0; i < D; ++i) out[i] = g[q] ? own * g[q][i] : (T)0;
                 }
@@ -235,6 +251,9 @@ void backward(int64_t tokens, int64_t D, int S, int Q, const T *const *v, const 
             for (; i < D; ++i)
                 spread<T, T>(i, D, S, Q, x.data(), g.data(), c, dc, d.data(), slope.data(), a, pull.data(),
                              [](const T *p) { return *p; }, [](T *p, T w) { *p = w; });
+            for (int s = 0; s < S; ++s)
+                for (int q = 0; q < Q && tiny(r[s]); ++q)
+                    spread_far(D, x[s], r[s], far[q * S + s], product[q * S + s], c + q * D, d[s], dc + q * D);
         }
     });
 }
