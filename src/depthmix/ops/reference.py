@@ -51,7 +51,7 @@ def rms_parts(v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """
     v = wide(v)
     if not v.shape[-1]:
-        return v, *[v.new_ones((*v.shape[:-1], 1))] * 2
+        return v, (one := v.new_ones((*v.shape[:-1], 1))), one
     top = v.detach().abs().amax(-1, keepdim=True).clamp(1.0, torch.finfo(v.dtype).max / 4)
     size = top.log2().floor().exp2()
     u = v / size
