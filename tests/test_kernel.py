@@ -70,6 +70,30 @@ def test_any_number_of_threads_gives_the_same_results(
             assert torch.equal(a, b)
 
 
+@needs_kernel
+def test_each_thread_sums_the_queries_gradient_over_its_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that added to one place would lose a sum now and then."""
+    passed: list[Tensor] = []
+    original = native.pointer
+
+    def pointer(tensor: Tensor | None) -> Any:
+        passed.extend([] if tensor is None else [tensor])
+        return original(tensor)
+
+    monkeypatch.setattr(native, "threads_for", lambda source, count: 3)
+    monkeypatch.setattr(native, "pointer", pointer)
+    leaves = sample(7, 5, prior=False)
+    results("native", leaves, prior=False)
+    (parts,) = [t for t in passed if t.shape == (3, 1, 5)]
+    for part, tokens in zip(parts, (slice(0, 3), slice(3, 6), slice(6, 7)), strict=True):
+        own = [leaf.detach().requires_grad_() for leaf in (leaves[0], *(v[tokens] for v in leaves[1:]))]
+        with ops.using("reference"):
+            h, lse = ops.mixtures(own[1:], own[0])
+        directions = [torch.arange(n, dtype=torch.float64).view(7, -1).cos()[tokens] for n in (35, 7)]
+        (expected,) = torch.autograd.grad([h[0], lse[0]], own[:1], [directions[0], directions[1][:, 0]])
+        assert torch.allclose(part, expected, rtol=0, atol=1e-12)
+
+
 @pytest.fixture
 def own_threads() -> Iterator[None]:
     before = torch.get_num_threads()
