@@ -17,7 +17,7 @@ import tyro
 from depthmix.analysis.trace import trace
 from depthmix.ops import keep_freed_memory
 from depthmix.training import BadLoss, CheckpointError, Interrupted, Result, TrainConfig, override, train
-from depthmix.training.config import dial_tokens, mechanisms
+from depthmix.training.config import check_excluding, dial_tokens, mechanisms
 from depthmix.training.ranks import main_process
 
 
@@ -131,7 +131,7 @@ def resolve(
                 raise ValueError(f"{name}={given} beside config={file}; expected one of them, or set model.{key}")
         if not file.is_file():
             raise FileNotFoundError(f"no configuration at {file}; expected a TOML file such as a run's config.toml")
-        found = TrainConfig.from_toml(file.read_text(encoding="utf-8"), str(file))
+        found = TrainConfig.from_file(file)
         children = {"mixer": "residual", "kv_mixer": None, **mechanisms(mixer)} if mixer is not None else {}
         for name, value in children.items():
             found = override(found, f"model.{name}", value)
@@ -146,6 +146,7 @@ def resolve(
         found = TrainConfig.from_dial(12 if depth is None else depth, mixer or "residual", tokenizer=tokenizer, **sizes)
     for key, value in [*pairs, *([] if folder is None else [("run.folder", str(folder))])]:
         found = override(found, key, value)
+    check_excluding(found, keys)
     if tokens is None and file is None:
         tokens = dial_tokens(found.model)
     if tokens is not None and "run.steps" not in keys:

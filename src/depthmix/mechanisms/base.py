@@ -82,7 +82,14 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class MixerConfig:
-    """Options of a mechanism. Values are checked against the annotations when it is built."""
+    """Options of a mechanism. Values are checked against the annotations when it is built.
+
+    starts: options that decide how parameters start and nothing after that.
+    either: groups of options of which at most one is given; setting one drops the others.
+    """
+
+    starts: ClassVar[frozenset[str]] = frozenset()
+    either: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -91,6 +98,18 @@ class MixerConfig:
 
     def check(self, *, dim: int, depth: int) -> None:
         """Raise ValueError where an option does not fit the width or the depth."""
+
+    def resolved(self, *, dim: int, depth: int) -> dict[str, Any]:
+        """Every option, as files hold it: a default that follows from width or depth as the value that it has here."""
+        return dataclasses.asdict(self)
+
+    def canonical(self, *, dim: int, depth: int) -> dict[str, Any]:
+        """Every option, equal for equal mechanisms, however they were asked for."""
+        return self.resolved(dim=dim, depth=depth)
+
+    def function(self, *, dim: int, depth: int) -> dict[str, Any]:
+        """The options that decide what given parameters compute."""
+        return {k: v for k, v in self.canonical(dim=dim, depth=depth).items() if k not in self.starts}
 
 
 def option(default: Any, meaning: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -14,6 +14,8 @@ from depthmix.mechanisms.two_phase import TwoPhaseAttention
 
 @dataclass(frozen=True, kw_only=True)
 class BlockAttnResConfig(SourceAttentionConfig):
+    either: ClassVar = (("block_sublayers", "num_blocks"),)
+
     block_sublayers: int | None = option(None, "sublayers in a block; by default the even number nearest to L/8")
     num_blocks: int | None = option(None, "number of blocks N, of ⌈L/N⌉ sublayers each")
     scale_by_count: bool = option(False, "multiply by the number of sources: PreNorm at the start, exactly")
@@ -29,6 +31,16 @@ class BlockAttnResConfig(SourceAttentionConfig):
         for name in ("block_sublayers", "num_blocks"):
             if (value := getattr(self, name)) is not None:
                 check_range(name, value, 1, depth, remedy=f"The network has {depth} sublayers")
+
+    def resolved(self, *, dim: int, depth: int) -> dict[str, Any]:
+        size = None if self.num_blocks is not None else self.size(depth)
+        return {**super().resolved(dim=dim, depth=depth), "block_sublayers": size}
+
+    def canonical(self, *, dim: int, depth: int) -> dict[str, Any]:
+        return {**super().canonical(dim=dim, depth=depth), "block_sublayers": self.size(depth), "num_blocks": None}
+
+    def function(self, *, dim: int, depth: int) -> dict[str, Any]:
+        return {**super().function(dim=dim, depth=depth), "num_blocks": -(-depth // self.size(depth))}
 
     @property
     def counts_sources(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from depthmix.mechanisms.base import (
 
 @dataclass(frozen=True, kw_only=True)
 class DeepDeltaConfig(MixerConfig):
+    starts: ClassVar = frozenset({"beta"})
+
     value_width: int = option(1, "columns of the state")
     beta: float = option(1.0, "start of β, between 0 and 2")
     key_norm: ops.KeyNorm = option("l2", "length of the key; l2_squared: released code; rms: depthmix 0.1.0")

@@ -18,6 +18,8 @@ from depthmix.mechanisms.base import Coeff, KVMixer, MixerConfig, Site, State, S
 
 @dataclass(frozen=True, kw_only=True)
 class DepthAttentionConfig(MixerConfig):
+    either: ClassVar = (("stride", "sources"),)
+
     stride: int | None = option(None, "distance of the source layers; None: half of the attention layers")
     grid: Literal["absolute", "relative"] = option("absolute", "layers 0, s, 2s …; or l−s, l−2s …")
     sources: tuple[int, ...] | None = option(None, "the source layers themselves, in place of a stride")
@@ -39,6 +41,13 @@ class DepthAttentionConfig(MixerConfig):
                 f"loop='same_layer' with {given}; it reads a layer's own earlier runs: leave the others out"
             )
 
+    def resolved(self, *, dim: int, depth: int) -> dict[str, Any]:
+        strided = self.sources is None and self.loop == "unrolled"
+        return {**super().resolved(dim=dim, depth=depth), "stride": self.distance(depth) if strided else None}
+
+    def distance(self, depth: int) -> int:
+        return self.stride or max(1, depth // 2)
+
     def reads(self, index: int, order: tuple[int, ...]) -> list[int]:
         """The executions that execution `index` reads, all before it."""
         below = range(index)
@@ -47,7 +56,7 @@ class DepthAttentionConfig(MixerConfig):
         if self.sources is not None:
             chosen = set(self.sources)
         else:
-            stride = self.stride or max(1, len(order) // 2)
+            stride = self.distance(len(order))
             start = index % stride if self.grid == "relative" else 0
             chosen = set(range(start, len(order), stride))
         return [j for j in below if j in chosen or j >= index - self.window]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site
 
 @dataclass(frozen=True, kw_only=True)
 class HighwayConfig(MixerConfig):
+    starts: ClassVar = frozenset({"bias"})
+
     gate: Literal["scalar", "channel"] = option("scalar", "one gate a token, or one a channel")
     bias: float = option(-2.0, "start of the gate's bias; negative: the carry dominates")
     eps: float = option(1e-6, "of the norm under the gate")

@@ -30,6 +30,8 @@ from depthmix.mechanisms.hyper_connections import Readout, StreamMixer, Streams,
 
 @dataclass(frozen=True, kw_only=True)
 class ManifoldConfig(MixerConfig):
+    starts: ClassVar = frozenset({"scale_init"})
+
     streams: int = option(4, "number of streams m")
     iterations: int = option(20, "of Sinkhorn")
     transition: Literal["full", "identity"] = option("full", "identity: streams are not mixed")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from depthmix.mechanisms.mhc import ManifoldHyperConnections
 
 @dataclass(frozen=True, kw_only=True)
 class LiteConfig(MixerConfig):
+    starts: ClassVar = frozenset({"start"})
+
     streams: int = option(4, "number of streams m, 2 to 5")
     readout: Readout = option("mean", "what the head reads of the streams; learned: DeepSeek's head")
     start: Literal["prenorm", "paper"] = option("prenorm", "prenorm: M is 1; paper: each site prefers a stream")

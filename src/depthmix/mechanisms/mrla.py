@@ -39,6 +39,9 @@ class LayerAttentionConfig(MixerConfig):
         if self.head_dim is not None:
             check_divides("head_dim", self.head_dim, dim)
 
+    def resolved(self, *, dim: int, depth: int) -> dict[str, Any]:
+        return {**super().resolved(dim=dim, depth=depth), "head_dim": self.width(dim)}
+
     def width(self, dim: int) -> int:
         return self.head_dim or math.gcd(dim, 32)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -13,8 +13,13 @@ from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site
 
 @dataclass(frozen=True, kw_only=True)
 class ScaledResidualConfig(MixerConfig):
+    starts: ClassVar = frozenset({"init"})
+
     gate: Literal["scalar", "channel"] = option("scalar", "one scale a sublayer (ReZero) or one a channel (LayerScale)")
     init: float | None = option(None, "start of every scale; None: 0, or LayerScale's table by depth")
+
+    def resolved(self, *, dim: int, depth: int) -> dict[str, Any]:
+        return {**super().resolved(dim=dim, depth=depth), "init": self.start(depth)}
 
     def start(self, depth: int) -> float:
         """0 for ReZero; LayerScale's table over the number of Transformer blocks."""

@@ -22,6 +22,9 @@ class ValueResidualConfig(MixerConfig):
     own: float = option(0.5, "start of the own value's weight")
     first: float = option(0.5, "start of the first layer's weight")
 
+    def function(self, *, dim: int, depth: int) -> dict[str, Any]:
+        return {"learned": True} if self.learned else super().function(dim=dim, depth=depth)
+
 
 class ValueResidual(KVMixer):
     """Value residual, or ResFormer (arXiv 2410.17897): per layer two scalars.

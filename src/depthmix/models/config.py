@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from depthmix.mechanisms import kv_mechanism, make_config, mechanism
+from depthmix.mechanisms import MixerConfig, kv_mechanism, legacy, make_config, mechanism
 from depthmix.mechanisms.base import Kind, check_divides, check_option, check_positive, check_range
 
 
@@ -116,10 +116,21 @@ class DecoderConfig:
             raise ValueError(f"head_dim={self.width}; expected an even number: RoPE turns channels in pairs")
         if self.loop is not None:
             check_range("loop.last", self.loop.last, 1, self.layers, remedy=f"The decoder has {self.layers} layers")
-        make_config(mechanism(self.mixer.name), self.mixer.name, self.mixer.options, dim=self.dim, depth=self.depth)
-        if self.kv_mixer is not None:
-            cls, name = kv_mechanism(self.kv_mixer.name), self.kv_mixer.name
-            make_config(cls, name, self.kv_mixer.options, dim=self.width, depth=len(self.layer_order))
+        self.mixers()
+
+    def mixers(self) -> dict[str, tuple[MixerConfig, dict[str, int]]]:
+        """For each child that is there, "mixer" and "kv_mixer": its options, and the width and depth that it has."""
+        found = {}
+        for child, get in (("mixer", mechanism), ("kv_mixer", kv_mechanism)):
+            if (choice := getattr(self, child)) is not None:
+                sizes = self.sizes(child)
+                found[child] = make_config(get(choice.name), choice.name, choice.options, **sizes), sizes
+        return found
+
+    def sizes(self, child: str) -> dict[str, int]:
+        if child == "mixer":
+            return {"dim": self.dim, "depth": self.depth}
+        return {"dim": self.width, "depth": len(self.layer_order)}
 
     @property
     def num_kv_heads(self) -> int:
@@ -168,6 +179,45 @@ class DecoderConfig:
             found[field.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
         return found
 
+    def saved(self) -> dict[str, Any]:
+        """`to_dict` with every option of the mechanisms: what files hold, so that later defaults do not change it."""
+        found = self.to_dict()
+        for child, (config, sizes) in self.mixers().items():
+            found[child] = {"name": found[child]["name"], **config.resolved(**sizes)}
+        return found
+
+    def canonical(self) -> dict[str, Any]:
+        """`to_dict` with every option of the mechanisms, equal for equal decoders however these were asked for."""
+        found = self.to_dict()
+        for child, (config, sizes) in self.mixers().items():
+            found[child] = {"name": found[child]["name"], **config.canonical(**sizes)}
+        return found
+
+    def fingerprint(self) -> dict[str, Any]:
+        """`canonical` without the options that have the value which was their default in 0.1.0, whatever it is now: the
+        digest of a run of that version stays what it was."""
+        found = self.canonical()
+        for child, (config, sizes) in self.mixers().items():
+            name = found[child]["name"]
+            if name in legacy.DEFAULTS:
+                before = type(config)(**legacy.complete(name, {}, **sizes)).canonical(**sizes)
+                found[child] = {k: v for k, v in found[child].items() if k == "name" or v != before[k]}
+        return found
+
+    @classmethod
+    def from_saved(cls, found: Mapping[str, Any], number: int) -> DecoderConfig:
+        """What a file of format `number` holds; one of format 1 means the defaults of 0.1.0."""
+        bare = cls.from_dict({**found, "mixer": "residual", "kv_mixer": None})
+        children: dict[str, Any] = {}
+        for child, get in (("mixer", mechanism), ("kv_mixer", kv_mechanism)):
+            if found.get(child) is not None:
+                choice, sizes = Choice.of(found[child]), bare.sizes(child)
+                options = legacy.complete(choice.name, choice.options, **sizes) if number == 1 else choice.options
+                make_config(get(choice.name), choice.name, options, **sizes)
+                options = without_defaults(get(choice.name).Config, options, sizes)
+                children[child] = Choice(name=choice.name, options=options)
+        return dataclasses.replace(bare, **children)
+
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> DecoderConfig:
         known = {field.name for field in dataclasses.fields(cls)}
@@ -177,6 +227,20 @@ class DecoderConfig:
         if missing := sorted(needed - set(found)):
             raise ValueError(f"fields {', '.join(missing)} are missing")
         return cls(**found)
+
+
+def without_defaults(cls: type[MixerConfig], options: Mapping[str, Any], sizes: dict[str, int]) -> Mapping[str, Any]:
+    """Options without the values that they have anyway. What follows from the sizes then follows from other sizes where
+    these are set, and an option can be set whose default excludes another."""
+    for name, value in options.items():
+        less = {key: other for key, other in options.items() if key != name}
+        try:
+            anyway = cls(**less).resolved(**sizes)
+        except TypeError:  # an option without a default
+            continue
+        if anyway[name] == value:
+            return without_defaults(cls, less, sizes)
+    return options
 
 
 def check_fields(config: Any) -> None:

@@ -1,12 +1,20 @@
-"""Files that are whole or not there: written beside their place, flushed, renamed."""
+"""Files that are whole or not there: written beside their place, flushed, renamed. And read: damage names its file."""
 
 from __future__ import annotations
 
 import hashlib
+import importlib
+import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from depthmix.mechanisms.legacy import FORMAT
 
 
 def digest(path: Path) -> str:
@@ -56,3 +64,94 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def read_text(path: Path, remedy: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is damaged: no UTF-8 text ({error}). {remedy}") from error
+
+
+def read_json(path: Path, remedy: str) -> Any:
+    """The content of a JSON file; where it is none, an error with the file's name and what to do."""
+    try:
+        return json.loads(read_text(path, remedy))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is damaged: no JSON ({error}). {remedy}") from error
+
+
+def read_object(path: Path, remedy: str, needed: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A JSON object that has the fields `needed`."""
+    found = read_json(path, remedy)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is damaged: it holds a {type(found).__name__}, not an object. {remedy}")
+    if missing := [name for name in needed if name not in found]:
+        raise ValueError(f"{path} is damaged: it lacks {', '.join(missing)}. {remedy}")
+    return found
+
+
+def read_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
+    """The objects of a JSONL file, one a line."""
+    found = []
+    for number, line in enumerate(read_text(path, remedy).splitlines(), 1):
+        try:
+            one = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}, is damaged: no JSON ({error}). {remedy}") from error
+        if not isinstance(one, dict):
+            raise ValueError(f"{path}, line {number}, is damaged: {line[:40]!r} is not an object. {remedy}")
+        found.append(one)
+    return found
+
+
+def parse_toml(text: str, where: str, remedy: str) -> dict[str, Any]:
+    try:
+        toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("TOML needs Python 3.11, or the package tomli: pip install tomli") from None
+    try:
+        return dict(toml.loads(text))
+    except toml.TOMLDecodeError as error:
+        raise ValueError(f"{where} is damaged: no TOML ({error}). {remedy}") from error
+
+
+def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a safetensors file and its metadata."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file ({error}). {remedy}") from error
+
+
+def format_of(found: Mapping[str, Any], where: object) -> int:
+    """The format of a file; 1 where it says none, as in 0.1.0. One that this version does not know is an error."""
+    number = found.get("format", 1)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"{where} has format {number!r}; expected a whole number from 1 to {FORMAT}. Restore the file")
+    if number > FORMAT:
+        raise ValueError(
+            f"{where} has format {number}, written by depthmix {found.get('depthmix', '(a later version)')}; this "
+            f"version reads formats 1 to {FORMAT}. Install a newer depthmix"
+        )
+    return number
+
+
+def toml_lines(found: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[str]:
+    """TOML has no null: fields that are None are left out, which is their default."""
+    for name, value in found.items():
+        if value is not None and not isinstance(value, Mapping):
+            yield f"{name} = {toml_value(value)}"
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            yield f"\n[{'.'.join((*above, name))}]"
+            yield from toml_lines(value, (*above, name))
+
+
+def toml_value(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(toml_value, value))}]"
+    return json.dumps(value, ensure_ascii=False)

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthmix.mechanisms.legacy import FORMAT
 from depthmix.models.config import DecoderConfig
 from depthmix.models.decoder import Decoder
-from depthmix.models.files import beside, digest, flush
+from depthmix.models.files import beside, digest, flush, format_of, read_json, read_tensors
 
-FORMAT = 1
+AGAIN = "Save the model again, or copy it again"
 WEIGHTS, CONFIG, STAGED = "model.safetensors", "config.json", "config.json.new"
 StrPath = str | os.PathLike[str]
 
@@ -38,7 +39,7 @@ def save_model(model: Decoder, directory: StrPath) -> None:
         about = {
             "format": FORMAT,
             "depthmix": version(),
-            "model": model.config.to_dict(),
+            "model": model.config.saved(),
             "weights": {"file": WEIGHTS, "bytes": weights.stat().st_size, "sha256": digest(weights)},
         }
         config.write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -65,7 +66,7 @@ def load_model(directory: StrPath, *, device: torch.device | str = "cpu", dtype:
     if not folder.is_dir():
         raise FileNotFoundError(f"no directory {folder}; expected one that save_model wrote")
     config = read_config(folder)
-    tensors = read_tensors(folder / WEIGHTS)
+    tensors, _ = read_tensors(folder / WEIGHTS, AGAIN)
     with torch.device("meta"):
         model = Decoder(config)
     check_tensors(folder / WEIGHTS, tensors, model.state_dict())
@@ -82,6 +83,11 @@ def load_model(directory: StrPath, *, device: torch.device | str = "cpu", dtype:
     return model.eval()
 
 
+def check_weights(folder: Path) -> None:
+    """Whether the weights of a folder are those that its configuration names, by their SHA-256."""
+    read_config(folder)
+
+
 def read_config(folder: Path) -> DecoderConfig:
     """The configuration that belongs to the weights of `folder`."""
     for name in (CONFIG, WEIGHTS):
@@ -96,7 +102,7 @@ def read_config(folder: Path) -> DecoderConfig:
         problem = mismatch(folder / WEIGHTS, about["weights"])
         if problem is None:
             try:
-                return DecoderConfig.from_dict(about["model"])
+                return DecoderConfig.from_saved(about["model"], about["format"])
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{path} describes no decoder of this version: {error}") from error
         problems.append(problem)
@@ -104,20 +110,13 @@ def read_config(folder: Path) -> DecoderConfig:
 
 
 def parse(path: Path) -> dict[str, Any]:
-    try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is damaged: no JSON ({error}). Save the model again") from error
+    about = read_json(path, AGAIN)
     if not isinstance(about, dict) or "format" not in about:
         raise ValueError(f"{path} has no field 'format'; expected a file that save_model wrote")
-    if about["format"] != FORMAT:
-        raise ValueError(
-            f"{path} has format {about['format']!r}, written by depthmix {about.get('depthmix', '(unknown)')}; this "
-            f"version reads format {FORMAT}. Install a newer one"
-        )
+    format_of(about, path)
     for field, inner in (("model", ()), ("weights", ("bytes", "sha256"))):
         if not isinstance(about.get(field), dict) or any(key not in about[field] for key in inner):
-            raise ValueError(f"{path} lacks the field {field!r} or a part of it; it is damaged. Save the model again")
+            raise ValueError(f"{path} lacks the field {field!r} or a part of it; it is damaged. {AGAIN}")
     return about
 
 
@@ -130,16 +129,6 @@ def mismatch(path: Path, expected: Mapping[str, Any]) -> str | None:
     if digest(path) != expected["sha256"]:
         return f"{path} is damaged or of another save: its SHA-256 is not the one in {CONFIG}. Copy both files again"
     return None
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no safetensors file ({error})") from error
 
 
 def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

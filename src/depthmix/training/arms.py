@@ -12,7 +12,7 @@ from typing import Any
 
 from depthmix.mechanisms import kv_mechanism, mechanism
 from depthmix.models import count_parameters
-from depthmix.training.config import TrainConfig, override
+from depthmix.training.config import TrainConfig, check_excluding, override
 from depthmix.training.flops import flops_per_token
 
 LOOKS = {"validate_every": 25, "depth_every": 10, "checkpoint_every": 10}  # of a run, where nothing else is asked for
@@ -153,6 +153,8 @@ def check_keys(grid: Grid) -> None:
     if len(set(grid.sizes)) < len(grid.sizes):
         raise ValueError(f"sizes {', '.join(map(str, grid.sizes))}; expected each once")
     bases = [TrainConfig.from_dial(2, mixer, tokenizer=grid.tokenizer) for mixer in grid.mixers]
+    for config in bases:
+        check_excluding(config, (*grid.sweeps, *grid.settings))
     for key in (*grid.sweeps, *grid.settings):
         if not any(applies(config, key) for config in bases):
             raise ValueError(f"{key}: none of {', '.join(grid.mixers)} has this option")

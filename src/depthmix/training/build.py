@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -14,11 +13,14 @@ from pathlib import Path
 import torch
 
 from depthmix.models import Decoder, load_model, save_model
+from depthmix.models.files import format_of, read_object
 from depthmix.models.init import NORMAL, TABLE
 from depthmix.training import checkpoint, ranks
 from depthmix.training.config import DataConfig, TrainConfig
 from depthmix.training.data import Corpus, prepare
 from depthmix.training.precision import check_device
+
+RESULT_AGAIN = "Remove it, and `depthmix train` makes it again from the newest checkpoint"
 
 
 def seed_of(*words: object) -> int:
@@ -101,7 +103,8 @@ def load_run(folder: str | os.PathLike[str], device: torch.device | str = "cpu")
 def open_run(folder: Path, device: torch.device | str) -> tuple[Decoder, str]:
     """The model, and the digest of the tokens that it was trained on."""
     if (folder / "final").is_dir() and (folder / "result.json").is_file():
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        result = read_object(folder / "result.json", RESULT_AGAIN, ("data_digest",))
+        format_of(result, folder / "result.json")
         return load_model(folder / "final", device=device), result["data_digest"]
     config = read_config(folder)
     found = checkpoint.latest(folder / "checkpoints")
@@ -116,4 +119,4 @@ def read_config(folder: str | os.PathLike[str]) -> TrainConfig:
     path = Path(folder) / "config.toml"
     if not path.is_file():
         raise FileNotFoundError(f"no {path}; expected the folder of a run of `depthmix train`")
-    return TrainConfig.from_toml(path.read_text(encoding="utf-8"), str(path))
+    return TrainConfig.from_file(path)

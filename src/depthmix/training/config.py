@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
 import json
 import math
 import re
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from depthmix.mechanisms import is_kv
+from depthmix.mechanisms import is_kv, kv_mechanism, mechanism
 from depthmix.mechanisms.base import check_positive, check_range
+from depthmix.mechanisms.legacy import FORMAT
 from depthmix.models import DecoderConfig, count_parameters
 from depthmix.models.config import check_fields
+from depthmix.models.files import format_of, parse_toml, read_text, toml_lines
 from depthmix.training.tokenize import Bytes, count_ids, full_name
 
 # What may change from one start to the next: none of it touches the weights or the measured losses of a run that goes
@@ -26,6 +26,7 @@ FREE = (
     *("data.folder", "run.folder", "run.keep", "run.checkpoint_every", "run.asynchronous", "run.tracker"),
     *("run.on_bad_loss", "run.bad_loss_factor"),
 )
+RESTORE = "Restore the file, or choose another"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,8 +180,22 @@ class TrainConfig:
         return cls(model=decoder, data=data, optimizer=OptimizerConfig(lr=min(rate, 5e-3)), run=run)
 
     def to_dict(self) -> dict[str, Any]:
+        """As it was given; `from_dict` reads it with the defaults of this version."""
         parts = {f.name: dataclasses.asdict(getattr(self, f.name)) for f in dataclasses.fields(self)}
         return {**parts, "model": self.model.to_dict()}
+
+    def saved(self) -> dict[str, Any]:
+        """What files hold: a format and every option of the mechanisms, so that later defaults do not change it."""
+        return {"format": FORMAT, **self.to_dict(), "model": self.model.saved()}
+
+    @classmethod
+    def from_saved(cls, found: Mapping[str, Any], where: object = "the configuration") -> TrainConfig:
+        """The content of a file; one without a format has the defaults of 0.1.0, which wrote none."""
+        number = format_of(found, where)
+        parts = {name: part for name, part in found.items() if name != "format"}
+        if not isinstance(parts.get("model"), Mapping):
+            return cls.from_dict(parts)  # which says what is wrong
+        return cls.from_dict({**parts, "model": DecoderConfig.from_saved(parts["model"], number).to_dict()})
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> TrainConfig:
@@ -201,26 +216,43 @@ class TrainConfig:
         return cls(**parts)
 
     def to_toml(self) -> str:
-        return "\n".join(toml_lines(self.to_dict(), ())).strip() + "\n"
+        found = self.saved()
+        for child in ("mixer", "kv_mixer"):
+            if (options := found["model"][child]) is not None:
+                found["model"][child] = {k: "none" if v is None else v for k, v in options.items()}
+        return "\n".join(toml_lines(found, ())).strip() + "\n"
 
     @classmethod
     def from_toml(cls, text: str, where: str = "the configuration") -> TrainConfig:
+        found = parse_toml(text, where, RESTORE)
+        format_of(found, where)
         try:
-            toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-        except ModuleNotFoundError:
-            raise ModuleNotFoundError("TOML needs Python 3.11, or the package tomli: pip install tomli") from None
-        try:
-            return cls.from_dict(toml.loads(text))
-        except toml.TOMLDecodeError as error:
-            raise ValueError(f"{where} is damaged: no TOML ({error})") from error
+            return cls.from_saved(with_none(found), where)
         except (ValueError, TypeError) as error:
             raise ValueError(f"{where} is no configuration of this version: {error}") from error
+
+    @classmethod
+    def from_file(cls, path: Path) -> TrainConfig:
+        return cls.from_toml(read_text(path, RESTORE), str(path))
 
     @property
     def digest(self) -> str:
         """Of all that decides weights and losses."""
-        plain = {key: as_float(value) for key, value in leaves(self.to_dict()) if key not in FREE}
-        return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+        return digest_of({**self.to_dict(), "model": self.model.fingerprint()})
+
+
+def digest_of(found: Mapping[str, Any]) -> str:
+    plain = {key: as_float(value) for key, value in leaves(found) if key not in FREE}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def with_none(found: dict[str, Any]) -> dict[str, Any]:
+    """TOML has no null: an option that is None is written as "none", since its default may come to be another."""
+    model: Any = found.get("model")
+    for child in ("mixer", "kv_mixer"):
+        if isinstance(model, dict) and isinstance(options := model.get(child), dict):
+            model[child] = {key: None if value == "none" else value for key, value in options.items()}
+    return found
 
 
 def as_float(value: Any) -> Any:
@@ -265,7 +297,8 @@ def override(config: TrainConfig, key: str, value: Any) -> TrainConfig:
     """A copy with one field set by its dotted key: "optimizer.lr", "model.mixer", "mixer.block_sublayers".
 
     A text is read as a number, true or false, none, or a list where it is one, unless the field wants a text. Setting
-    `model.mixer` to a name drops the options of the one before.
+    `model.mixer` to a name drops the options of the one before; setting `mixer.num_blocks` drops
+    `mixer.block_sublayers`, and so with other options that exclude each other.
     """
     path = ["model", *key.split(".")] if key.split(".")[0] in ("mixer", "kv_mixer") else key.split(".")
     found = config.to_dict()
@@ -282,6 +315,8 @@ def override(config: TrainConfig, key: str, value: Any) -> TrainConfig:
     if not isinstance(place, dict) or (fixed and path[-1] not in place):
         same = [whole for whole, _ in leaves(config.to_dict()) if whole.endswith(f".{path[-1]}")]
         raise ValueError(f"unknown key {key!r}. {f'Did you mean {same[0]}? ' if same else ''}{known(place)}")
+    if not fixed and path[1] in ("mixer", "kv_mixer") and len(path) == 3:
+        drop_excluded(place, path[1], path[2], parse(value))
     problem: Exception | None = None
     for read in (like(place.get(path[-1]), value), value):  # a text that looks like a number, or "none", as it is
         place[path[-1]] = read
@@ -290,6 +325,32 @@ def override(config: TrainConfig, key: str, value: Any) -> TrainConfig:
         except (TypeError, ValueError) as error:
             problem = problem or error
     raise ValueError(f"{key}={value!r}: {problem}")
+
+
+def drop_excluded(options: dict[str, Any], child: str, key: str, value: Any) -> None:
+    """Remove, for one option that is about to be set, those that cannot stay beside it."""
+    gone: list[str] = []
+    if key == "name" and value != options.get("name"):
+        gone = [other for other in options if other != "name"]
+    elif "name" in options and value is not None:
+        gone = [other for group in excluding(child, options["name"]) if key in group for other in group if other != key]
+    for other in gone:
+        options.pop(other, None)
+
+
+def excluding(child: str, name: str) -> tuple[tuple[str, ...], ...]:
+    return (mechanism if child == "mixer" else kv_mechanism)(name).Config.either
+
+
+def check_excluding(config: TrainConfig, keys: Iterable[str]) -> None:
+    """Of options that exclude each other, somebody may set one only."""
+    given = {key.removeprefix("model.") for key in keys}
+    for child in ("mixer", "kv_mixer"):
+        choice = getattr(config.model, child)
+        for group in excluding(child, choice.name) if choice is not None else ():
+            both = [f"{child}.{name}" for name in group if f"{child}.{name}" in given]
+            if len(both) > 1:
+                raise ValueError(f"{' and '.join(both)} are both set; expected one of them: they exclude each other")
 
 
 def known(place: Any) -> str:
@@ -326,25 +387,8 @@ def leaves(found: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tu
 
 def difference(old: TrainConfig, new: TrainConfig) -> list[str]:
     """What decides the result and is not the same, a line each."""
-    before, after = dict(leaves(old.to_dict())), dict(leaves(new.to_dict()))
+    before, after = (dict(leaves({**each.to_dict(), "model": each.model.canonical()})) for each in (old, new))
     keys = sorted({*before, *after} - set(FREE))
     return [
         f"{key}: {before.get(key)!r} there, {after.get(key)!r} now" for key in keys if before.get(key) != after.get(key)
     ]
-
-
-def toml_lines(found: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[str]:
-    """TOML has no null: fields that are None are left out, which is their default."""
-    for name, value in found.items():
-        if value is not None and not isinstance(value, Mapping):
-            yield f"{name} = {toml_value(value)}"
-    for name, value in found.items():
-        if isinstance(value, Mapping):
-            yield f"\n[{'.'.join((*above, name))}]"
-            yield from toml_lines(value, (*above, name))
-
-
-def toml_value(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(toml_value, value))}]"
-    return json.dumps(value, ensure_ascii=False)

@@ -9,17 +9,18 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from depthmix.models.files import write_text
+from depthmix.models.files import format_of, parse_toml, read_object, read_text, write_text
+from depthmix.models.io import check_weights
 from depthmix.training import ranks
-from depthmix.training.build import read_config
+from depthmix.training.build import RESULT_AGAIN, read_config
 from depthmix.training.checkpoint import checkpoints
-from depthmix.training.config import TrainConfig, difference
+from depthmix.training.config import RESTORE, TrainConfig, difference, digest_of
 
 CONFIG, RESULT = "config.toml", "result.json"
 PATIENCE = 1.0  # seconds
@@ -41,6 +42,9 @@ class Result:
     parameters: int
     config_digest: str
     data_digest: str
+    mixer: Mapping[str, Any] | None = None  # with every option; None in results of format 1
+    kv_mixer: Mapping[str, Any] | None = None
+    format: int = 1
 
 
 @contextmanager
@@ -64,7 +68,7 @@ def claimed(config: TrainConfig, resume: bool) -> Iterator[None]:
             check_same(before, config, f"{folder} holds a run of another configuration")
         elif before is not None:  # else these names are not ours
             clear(folder)
-        if before != config:
+        if before is None or (before.saved() != config.saved() and not (folder / RESULT).is_file()):
             write_text(folder / CONFIG, config.to_toml())
 
     try:
@@ -106,18 +110,29 @@ def locked(path: Path) -> IO[str]:
 
 
 def finished(config: TrainConfig) -> Result | None:
-    path = Path(config.run.folder) / RESULT
+    """The result of a complete run, whose model was found to be whole; None where there is no result."""
+    folder = Path(config.run.folder)
+    path = folder / RESULT
     if not path.is_file():
         return None
+    about = read_object(path, RESULT_AGAIN)
+    format_of(about, path)
     try:
-        found = Result(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}). Remove it, and the run ends again from its checkpoint"
-        ) from error
-    if found.config_digest != config.digest:
+        found = Result(**about)
+    except TypeError as error:
+        raise ValueError(f"{path} is damaged ({error}). {RESULT_AGAIN}") from error
+    if found.config_digest not in (config.digest, digest_of_old(folder / CONFIG) if found.format == 1 else None):
         raise ValueError(f"{path} is of another configuration than {CONFIG} beside it. Choose another folder")
+    try:
+        check_weights(folder / "final")
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{error}. Or remove {path}, and `depthmix train` makes both again") from error
     return found
+
+
+def digest_of_old(path: Path) -> str:
+    """As 0.1.0 computed it, of the options that were given."""
+    return digest_of(TrainConfig.from_dict(parse_toml(read_text(path, RESTORE), str(path), RESTORE)).to_dict())
 
 
 def write_result(folder: Path, result: Result) -> Result:

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from depthmix.mechanisms.legacy import FORMAT
 from depthmix.models import Decoder, count_parameters, update_balance
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.training import checkpoint, metrics, ranks
@@ -314,7 +315,7 @@ def save(run: Run) -> None:
     if run.log is not None:
         run.log.sync()
     random = {"seed": config.seed, "step": progress.step}  # all that the next step's random numbers come from
-    place = {"data": run.batches.state(), "corpus": run.corpus.digest, "random": random, "config": run.config.to_dict()}
+    place = {"data": run.batches.state(), "corpus": run.corpus.digest, "random": random, "config": run.config.saved()}
     rest = {"progress": dataclasses.asdict(progress), **place}
     folder = run.folder / "checkpoints"
     run.pending = checkpoint.save(
@@ -342,7 +343,7 @@ def close(run: Run) -> None:
 def restore(run: Run, state: Mapping[str, Any]) -> None:
     """The tensors are in place already."""
     altered = f"{run.folder / CONFIG} is not the configuration of the checkpoints beside it"
-    check_same(TrainConfig.from_dict(state["config"]), run.config, altered)
+    check_same(TrainConfig.from_saved(state["config"], run.folder / "checkpoints"), run.config, altered)
     check_tokens(run.corpus, state["corpus"], run.folder)
     run.progress = Progress(**state["progress"])
     run.batches.restore(state["data"])
@@ -363,4 +364,7 @@ def result(run: Run) -> Result:
         parameters=count_parameters(config.model).total,
         config_digest=config.digest,
         data_digest=run.corpus.digest,
+        mixer=config.model.saved()["mixer"],
+        kv_mixer=config.model.saved()["kv_mixer"],
+        format=FORMAT,
     )

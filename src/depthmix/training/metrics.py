@@ -196,7 +196,7 @@ def mixing(model: Decoder, tokens: Tensor, trace: Tracer | None) -> dict[str, Te
 def save_snapshot(path: Path, step: int, config: Any, found: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    about = {"step": str(step), "mixer": json.dumps(config.mixer.to_dict())}
+    about = {"step": str(step), "mixer": json.dumps(config.saved()["mixer"])}
     with replacing(path) as part, disk_errors():
         save_file({name: tensor.float().contiguous() for name, tensor in found.items()}, part, about)
 

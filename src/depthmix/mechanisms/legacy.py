@@ -1,0 +1,92 @@
+"""What files left unsaid, by the format that they have.
+
+Files of format 1 are those of depthmix 0.1.0, which wrote no format into `config.toml`. They hold only the options that
+somebody gave: the others have the values that were the defaults of that version, and these are here, as they were.
+Since format 2 files hold every option.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from depthmix.mechanisms.registry import DEPTH, KV
+
+FORMAT = 2
+
+FAMILY = {"query": "static", "mixing": "softmax", "key_norm": True, "heads": 1, "scale": 1.0, "eps": 1e-6}
+# Every option of every mechanism as 0.1.0 had it; an option that came later with the value that computes the same.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "attnres": {**FAMILY, "window": None, "scale_by_count": False},
+    "block_attnres": {**FAMILY, "block_sublayers": None, "num_blocks": None, "scale_by_count": False},
+    "ddl": {
+        "value_width": 1,
+        "beta": 1.0,
+        "eps": 1e-6,
+        "key_eps": 1e-5,
+        # Options of where key_eps enters go here; in 0.1.0 it was under the root, added to the mean square.
+    },
+    "delta_attnres": FAMILY,
+    "denseformer": {"dilation": 1, "period": 1, "block_sublayers": 2},
+    "highway": {"gate": "scalar", "bias": -2.0, "eps": 1e-6},
+    "hyper_connections": {
+        "streams": 4,
+        "dynamic": True,
+        "transition": "full",
+        "readout": "mean",
+        "tanh": True,
+        "eps": 1e-6,
+    },
+    "linear_attention": {"rank": 4, "rule": "plain", "feature_map": "identity", "normalize": False, "eps": 1e-6},
+    "mhc": {
+        "streams": 4,
+        "iterations": 20,
+        "transition": "full",
+        "readout": "mean",
+        "scale_init": 0.0,
+        "eps": 0.0,
+        "norm_eps": 1e-6,
+    },
+    "mhc_lite": {"streams": 4, "readout": "mean", "start": "prenorm", "norm_eps": 1e-6},
+    "mrla": {"form": "light", "head_dim": None, "eps": 1e-6},
+    "residual": {},
+    "scaled_residual": {"gate": "scalar", "init": None},
+    "depth_attention": {
+        "stride": None,
+        "grid": "absolute",
+        "sources": None,
+        "window": 0,
+        "rule": "softmax",
+        "loop": "unrolled",
+    },
+    "value_residual": {"learned": True, "own": 0.5, "first": 0.5},
+}
+
+
+def complete(name: str, options: Mapping[str, Any], *, dim: int, depth: int) -> dict[str, Any]:
+    """Every option of a mechanism that a file of format 1 describes, with the defaults of 0.1.0."""
+    if name not in DEFAULTS:
+        if name in DEPTH | KV:
+            raise ValueError(
+                f"{name} is not in depthmix 0.1.0, to which a file without a format belongs. Write `format = {FORMAT}` "
+                "into its first line to have the defaults of this version"
+            )
+        return dict(options)  # of another package, whose defaults are its own affair
+    found = {**DEFAULTS[name], **options}
+    return {**found, **derived(name, found, dim, depth)}
+
+
+def derived(name: str, found: Mapping[str, Any], dim: int, depth: int) -> dict[str, Any]:
+    """What 0.1.0 made of options that were left to the width or the depth."""
+    if name == "block_attnres" and found["block_sublayers"] is found["num_blocks"] is None:
+        return {"num_blocks": min(8, depth)}
+    if name == "depth_attention" and found["stride"] is found["sources"] is None and found["loop"] == "unrolled":
+        return {"stride": max(1, depth // 2)}
+    if name == "mrla" and found["head_dim"] is None:
+        return {"head_dim": math.gcd(dim, 32)}
+    if name == "scaled_residual" and found["init"] is None:
+        blocks = (depth + 1) // 2
+        layer_scale = 0.1 if blocks <= 18 else 1e-5 if blocks <= 24 else 1e-6
+        return {"init": 0.0 if found["gate"] == "scalar" else layer_scale}
+    return {}
