@@ -256,7 +256,7 @@ def check_twins(name: str, options: Mapping[str, Any], probe: Probe) -> Iterator
         if own != options:
             continue
         twin = make_probe(other, theirs, dtype=probe.dtype, device=probe.x.device, **sizes(probe))
-        twin.stack.load_state_dict(probe.stack.state_dict())
+        twin.stack.load_converted(probe.stack.state_dict())
         with torch.no_grad():
             yield Check(
                 f"is {other} with the same parameters",

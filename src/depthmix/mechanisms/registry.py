@@ -92,6 +92,12 @@ def kv_mechanism(name: str) -> type[KVMixer]:
     return find(name, "kv")
 
 
+def name_of(cls: type) -> str:
+    """The name of a class: the registered one, if it has one."""
+    where = f"{cls.__module__}:{cls.__qualname__}"
+    return next((name for name, place in (DEPTH | KV).items() if place == where), cls.__name__)
+
+
 def is_kv(name: str) -> bool:
     """Whether a name is that of a KV mechanism; False where nobody offers it."""
     cls = lookup(name)

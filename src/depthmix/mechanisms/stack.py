@@ -21,12 +21,13 @@ from depthmix.mechanisms.base import (
     StateSpec,
     check_range,
 )
-from depthmix.mechanisms.registry import kv_mechanism, mechanism, naming_plugin
+from depthmix.mechanisms.record import Recorded
+from depthmix.mechanisms.registry import kv_mechanism, mechanism, name_of, naming_plugin
 
 Sublayers: TypeAlias = Sequence[Any] | nn.ModuleList | nn.Sequential
 
 
-class DepthStack(nn.Module):
+class DepthStack(Recorded):
     """The mixers of a network of `depth` sublayers of width `dim`.
 
     Args:
@@ -37,7 +38,8 @@ class DepthStack(nn.Module):
         options: of the mechanism; `depthmix show NAME` lists them.
 
     It iterates over the L mixers; `out` is the mixer of the output row. State-dict names are `mixers.{i}.…` and
-    `out.…`, the same in a slice as in the whole.
+    `out.…`, the same in a slice as in the whole. A state dict also holds the options that decide the function (see
+    `Recorded`), and loads into a stack with the same ones only; `load_converted` is for others.
 
     `stack(x, sublayers)` runs a network, `stack.bind(sublayers)` makes a module that does, and a loop of your own runs
     over `stack.pairs(sublayers)`. All three refuse a wrong number of sublayers; a plain `zip` would drop some of them.
@@ -56,7 +58,7 @@ class DepthStack(nn.Module):
         cls = mechanism(name) if isinstance(name, str) else name
         if not (isinstance(cls, type) and issubclass(cls, DepthMixer)):
             raise TypeError(f"mechanism {name!r}; expected a name from list_mechanisms() or a subclass of DepthMixer")
-        self.name = name if isinstance(name, str) else cls.__name__
+        self.name = name if isinstance(name, str) else name_of(cls)
         check_sizes(self.name, dim=dim, depth=depth)
         self.dim, self.depth = dim, depth
         self.lo, self.hi = 0, depth
@@ -72,6 +74,10 @@ class DepthStack(nn.Module):
             self.out: DepthMixer | None = mixers[-1]
             self.bind_mixers()
             self.reset_parameters()
+
+    def record(self) -> dict[str, Any]:
+        """Of the whole network, in a slice too."""
+        return {"mechanism": self.name, **self.config.function(dim=self.dim, depth=self.depth)}
 
     def bind_mixers(self) -> None:
         mixers = self.all_mixers()

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from depthmix import ops
 from depthmix.mechanisms import DepthStack, KVStack, State
+from depthmix.mechanisms.record import Recorded
 from depthmix.models.attention import Attention
 from depthmix.models.config import DecoderConfig
 from depthmix.models.context import Cache, Context, make_context
@@ -23,7 +24,7 @@ from depthmix.models.moe import MixtureOfExperts
 from depthmix.models.norm import RMSNorm
 
 
-class Decoder(nn.Module):
+class Decoder(Recorded):
     """A language model: tokens [B, T] to logits [B, T, V].
 
     Attributes:
@@ -55,6 +56,13 @@ class Decoder(nn.Module):
 
     def reset_parameters(self) -> None:
         initialise(self)
+
+    def record(self) -> dict[str, Any]:
+        """Of the value mixers: the other one has its own."""
+        if self.config.kv_mixer is None:
+            return {"kv_mixer": None}
+        config, sizes = self.config.mixers()["kv_mixer"]
+        return {"kv_mixer": self.config.kv_mixer.name, **config.function(**sizes)}
 
     def executions(self) -> list[Any]:
         """The sublayers as they run, each with what belongs to this execution: (h, kv, ctx) -> (y, kv, aux)."""

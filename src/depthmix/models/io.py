@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from depthmix.mechanisms.legacy import FORMAT
+from depthmix.mechanisms.record import is_record, with_records
 from depthmix.models.config import DecoderConfig
 from depthmix.models.decoder import Decoder
 from depthmix.models.files import beside, digest, flush, format_of, read_json, read_tensors
@@ -75,7 +76,7 @@ def load_model(directory: StrPath, *, device: torch.device | str = "cpu", dtype:
         name: tensor.to(device=device, dtype=dtype if name in parameters else None, copy=True)
         for name, tensor in tensors.items()
     }
-    model.load_state_dict(moved, assign=True)
+    model.load_state_dict(with_records(model, moved), assign=True)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:  # counters that are not saved
@@ -133,11 +134,12 @@ def mismatch(path: Path, expected: Mapping[str, Any]) -> str | None:
 
 def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    missing = [name for name in missing if not is_record(name)]  # not in files of 0.1.0
     problems = [f"{what}: {some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
     wrong = []
     for name in sorted(expected.keys() & found.keys()):
         got, want = found[name], expected[name]
-        if got.shape != want.shape:
+        if got.shape != want.shape and not is_record(name):
             wrong.append(f"{name} has shape {list(got.shape)}, expected {list(want.shape)}")
         elif got.is_floating_point() != want.is_floating_point():
             wrong.append(f"{name} is {got.dtype}, expected {want.dtype}")

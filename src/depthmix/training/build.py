@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from depthmix.mechanisms.record import with_records
 from depthmix.models import Decoder, load_model, save_model
 from depthmix.models.files import format_of, read_object
 from depthmix.models.init import NORMAL, TABLE
@@ -111,7 +112,7 @@ def open_run(folder: Path, device: torch.device | str) -> tuple[Decoder, str]:
     if found is None:
         raise FileNotFoundError(f"{folder} has neither a final model nor a checkpoint; expected a run that has begun")
     model = Decoder(config.model)
-    model.load_state_dict(found[1]["model"])
+    model.load_state_dict(with_records(model, found[1]["model"]))
     return model.to(check_device(str(device))).eval(), found[1]["corpus"]
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from depthmix.mechanisms.record import is_record
 from depthmix.models.files import digest, flush
 from depthmix.training import ranks
 
@@ -203,7 +204,8 @@ def read(path: Path, into: Mapping[str, Any] | None) -> dict[str, Any]:
         tensors = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in there.items()}
     else:
         tensors, _ = flatten(into)
-        shapes = {name: list(about.size) for name, about in there.items()}
+        tensors = {name: tensor for name, tensor in tensors.items() if not is_record(name)}  # `config` says the same
+        shapes = {name: list(about.size) for name, about in there.items() if not is_record(name)}
         check_fit(path, {name: list(tensor.shape) for name, tensor in tensors.items()}, shapes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,0 +1,117 @@
+"""The options that decide a function, in its state dict: weights do not load into another function unnoticed.
+
+Block sizes, strides, eps and scales change what parameters compute and none of their names and shapes. A module that
+derives from `Recorded` keeps such options in its state dict as one uint8 tensor, JSON filled up with spaces to a fixed
+length, so that every way to store tensors stores them: torch.save, safetensors, torch.distributed.checkpoint, FSDP2,
+`from_pretrained` of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from depthmix.mechanisms.legacy import FORMAT
+
+KEY = "_extra_state"  # the name that torch gives it
+LENGTH = 1024  # bytes, or a multiple: torch.distributed.checkpoint loads into a tensor that has the saved one's shape
+
+
+class Recorded(nn.Module):
+    """A module whose state dict says which options it was made with. A subclass gives `record`."""
+
+    def record(self) -> dict[str, Any]:
+        """What decides the function beside the parameters; plain values, as JSON has them."""
+        raise NotImplementedError(f"{type(self).__name__} must say what decides its function")
+
+    def get_extra_state(self) -> Tensor:
+        text = json.dumps({"format": FORMAT, **self.record()})
+        data = text.encode().ljust(-(-len(text.encode()) // LENGTH) * LENGTH)
+        return torch.tensor(list(data), dtype=torch.uint8, device="cpu")  # from Python: never on a meta device
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing is set: the options of `state` must be those that are here."""
+        if isinstance(state, Tensor) and state.is_meta:
+            return
+        there, here = decode(state), json.loads(json.dumps(self.record()))
+        differing = [key for key in {**here, **there} if said(here, key) != said(there, key)]
+        if differing:
+            lines = [f"{key} is {said(there, key)} there and {said(here, key)} here" for key in differing]
+            raise ValueError(
+                f"this state dict belongs to another function than this {type(self).__name__} computes: "
+                f"{', '.join(lines)}. Build it with the options of the state dict, or convert the parameters on "
+                "purpose with load_converted(state_dict)"
+            )
+
+    def load_converted(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Load parameters that were made with other options, such as those of block_attnres into attnres.
+
+        What they compute changes, and nobody checks whether that is meant; names and shapes must agree.
+        """
+        given = {name: tensor for name, tensor in state_dict.items() if not is_record(name)}
+        here = {name: tensor for name, tensor in self.state_dict().items() if not is_record(name)}
+        problems = [f"{name} is missing" for name in sorted(here.keys() - given.keys())]
+        problems += [f"{name} is unknown here" for name in sorted(given.keys() - here.keys())]
+        for name in sorted(here.keys() & given.keys()):
+            if given[name].shape != here[name].shape:
+                problems.append(f"{name} has shape {list(given[name].shape)}, expected {list(here[name].shape)}")
+        if problems:
+            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise ValueError(
+                f"these parameters cannot be converted: {'; '.join(problems[:5])}{more}. Expected the state dict of a "
+                f"{type(self).__name__} with the same names and shapes; nothing was loaded"
+            )
+        self.load_state_dict(with_records(self, given))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        key = prefix + KEY
+        if key not in state_dict:  # of 0.1.0, or a part such as an adapter
+            options = self.record()
+            names = [prefix + name for name in self.state_dict(keep_vars=True) if not is_record(name)]
+            if len(options) > 1 and all(name in state_dict for name in names):
+                listed = ", ".join(f"{name}={value!r}" for name, value in options.items())
+                warnings.warn(
+                    f"a state dict without the options that it was made with (depthmix 0.1.0 did not write them) is "
+                    f"loaded into a {type(self).__name__}. Check that they are these: {listed}",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            state_dict[key] = self.get_extra_state()  # else it would count as missing
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def said(record: Mapping[str, Any], key: str) -> str:
+    """An option's value as a text; 1 and 1.0 are one value."""
+    if key not in record:
+        return "not named"
+    value = record[key]
+    return repr(float(value) if isinstance(value, int) and not isinstance(value, bool) else value)
+
+
+def decode(state: Any) -> dict[str, Any]:
+    try:
+        found = json.loads(bytes(state.tolist()))
+        number = found.pop("format")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"the record of options in this state dict ({KEY}) is damaged ({type(error).__name__}: {error}). Load the "
+            "file again from its source, or convert the parameters on purpose with load_converted(state_dict)"
+        ) from error
+    if number > FORMAT:
+        raise ValueError(f"this state dict has format {number}; this version reads {FORMAT}. Install a newer depthmix")
+    return dict(found)
+
+
+def is_record(name: str) -> bool:
+    return name.endswith(KEY)
+
+
+def with_records(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict with the module's own records where it has none: for files that name their options elsewhere."""
+    own = {name: value for name, value in module.state_dict().items() if is_record(name)}
+    return {**own, **state_dict}
