@@ -20,6 +20,7 @@ from depthmix.mechanisms.legacy import FORMAT
 
 KEY = "_extra_state"  # the name that torch gives it
 LENGTH = 1024  # bytes, or a multiple: torch.distributed.checkpoint loads into a tensor that has the saved one's shape
+ABSENT = "(no such option)"
 
 
 class Recorded(nn.Module):
@@ -39,9 +40,11 @@ class Recorded(nn.Module):
         if isinstance(state, Tensor) and state.is_meta:
             return
         there, here = decode(state), json.loads(json.dumps(self.record()))
-        differing = [key for key in {**here, **there} if said(here, key) != said(there, key)]
+        differing = [key for key in {**here, **there} if here.get(key, ABSENT) != there.get(key, ABSENT)]
         if differing:
-            lines = [f"{key} is {said(there, key)} there and {said(here, key)} here" for key in differing]
+            lines = [
+                f"{key} is {there.get(key, ABSENT)!r} there and {here.get(key, ABSENT)!r} here" for key in differing
+            ]
             raise ValueError(
                 f"this state dict belongs to another function than this {type(self).__name__} computes: "
                 f"{', '.join(lines)}. Build it with the options of the state dict, or convert the parameters on "
@@ -55,16 +58,17 @@ class Recorded(nn.Module):
         """
         given = {name: tensor for name, tensor in state_dict.items() if not is_record(name)}
         here = {name: tensor for name, tensor in self.state_dict().items() if not is_record(name)}
-        problems = [f"{name} is missing" for name in sorted(here.keys() - given.keys())]
-        problems += [f"{name} is unknown here" for name in sorted(given.keys() - here.keys())]
-        for name in sorted(here.keys() & given.keys()):
-            if given[name].shape != here[name].shape:
-                problems.append(f"{name} has shape {list(given[name].shape)}, expected {list(here[name].shape)}")
-        if problems:
-            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        shapes = [name for name in here.keys() & given.keys() if given[name].shape != here[name].shape]
+        problems = {
+            "missing": here.keys() - given.keys(),
+            "unknown here": given.keys() - here.keys(),
+            "of another shape": [f"{name} {list(given[name].shape)}, here {list(here[name].shape)}" for name in shapes],
+        }
+        lines = [f"{what}: {', '.join(sorted(names)[:3])} ({len(names)})" for what, names in problems.items() if names]
+        if lines:
             raise ValueError(
-                f"these parameters cannot be converted: {'; '.join(problems[:5])}{more}. Expected the state dict of a "
-                f"{type(self).__name__} with the same names and shapes; nothing was loaded"
+                f"these parameters cannot be converted, {'; '.join(lines)}. Expected those of a {type(self).__name__} "
+                "with the same names and shapes; nothing was loaded"
             )
         self.load_state_dict(with_records(self, given))
 
@@ -83,14 +87,6 @@ class Recorded(nn.Module):
                 )
             state_dict[key] = self.get_extra_state()  # else it would count as missing
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-
-def said(record: Mapping[str, Any], key: str) -> str:
-    """An option's value as a text; 1 and 1.0 are one value."""
-    if key not in record:
-        return "not named"
-    value = record[key]
-    return repr(float(value) if isinstance(value, int) and not isinstance(value, bool) else value)
 
 
 def decode(state: Any) -> dict[str, Any]:
