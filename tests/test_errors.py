@@ -980,7 +980,7 @@ def test_loading_a_truncated_trace_says_that_it_is_damaged(tmp_path: Any, kept: 
     path = tmp_path / "trace.safetensors"
     make_trace().save(path)
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=says(path, "damaged or no safetensors file", "save the trace again")):
+    with pytest.raises(ValueError, match=says(path, "damaged or no safetensors file", "Save the trace again")):
         dm.Trace.load(path)
 
 

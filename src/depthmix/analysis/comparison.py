@@ -6,7 +6,6 @@ seed are a pair (the same order of the data, the same initial weights where shap
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,10 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from depthmix.analysis.statistics import CONFIDENCE, POWER, Estimate, estimate, interpolate, ratio
+from depthmix.models.files import format_of, read_lines, read_object
 
 Axis = Literal["tokens", "seconds", "flops"]
 AXES: dict[Axis, str] = {"tokens": "tokens", "seconds": "wall-clock", "flops": "compute"}
 MARGIN = 0.03  # where a control's tokens/s differ from its baseline's by more, no ratio of tokens/s is decided
+AGAIN = "Remove this run's folder, and the same command makes it again"
 SPREAD = 1.1  # nor where the largest ratio of a seed is more than so many times the smallest
 
 
@@ -49,11 +50,17 @@ class Run:
 
 def read_run(folder: Path, *, arm: str, seed: int, lr: float) -> Run:
     """From the files that a run leaves in its folder, `metrics.jsonl` and `result.json`."""
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    points = [line for line in lines if line["kind"] == "validation" and line["tokens"] > 0]
+    costs = ("flops", "tokens_per_second", "peak_memory_bytes", "parameters")
+    result = read_object(folder / "result.json", AGAIN, costs)
+    format_of(result, folder / "result.json")
+    path = folder / "metrics.jsonl"
+    lines = [line for line in read_lines(path, AGAIN) if line.get("kind") == "validation"]
+    for line in lines:
+        if missing := [name for name in ("tokens", "seconds", "loss") if name not in line]:
+            raise ValueError(f"{path} is damaged: a validation lacks {', '.join(missing)}. {AGAIN}")
+    points = [line for line in lines if line["tokens"] > 0]
     if not points:
-        raise ValueError(f"{folder}/metrics.jsonl holds no validation; expected one at the end of the run at least")
+        raise ValueError(f"{path} holds no validation; expected one at the end of the run at least. {AGAIN}")
     return Run(
         arm=arm,
         seed=seed,

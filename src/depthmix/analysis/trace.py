@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from depthmix import ops
 from depthmix.analysis.structure import effective_rank, row_sums, semiseparable_rank, sinks
 from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, State
-from depthmix.models.files import replacing
+from depthmix.models.files import read_tensors, replacing
 
 TraceKind = Literal["scalar", "head", "channel", "operator"]
 TENSORS = ("M", "sources", "inputs", "parts", "values")
@@ -112,18 +112,11 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        from safetensors import SafetensorError, safe_open
-
         if not Path(path).is_file():
             raise FileNotFoundError(f"no trace at {path}; expected a file that Trace.save wrote")
+        tensors, metadata = read_tensors(Path(path), "Save the trace again")
         try:
-            with safe_open(path, "pt") as file:
-                text = (file.metadata() or {}).get("depthmix.trace")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{path} is damaged or no safetensors file ({error}); save the trace again") from error
-        try:
-            about = json.loads(text or "null")
+            about = json.loads(metadata.get("depthmix.trace", "null"))
         except json.JSONDecodeError:
             about = None
         complete = isinstance(about, dict) and set(about) == set(ABOUT) and about["kind"] in SUMMARY

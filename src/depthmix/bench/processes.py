@@ -134,7 +134,11 @@ def code() -> str:
 def read_journal(journal: Path | None) -> dict[str, Any]:
     """Results by the marks of their jobs; a last line that was cut off is left out."""
     known: dict[str, Any] = {}
-    for line in journal.read_text(encoding="utf-8").splitlines() if journal is not None and journal.exists() else ():
+    for line in (
+        journal.read_text(encoding="utf-8", errors="replace").splitlines()
+        if journal is not None and journal.exists()
+        else ()
+    ):
         with suppress(ValueError, KeyError, TypeError):
             found = json.loads(line)
             known[found["job"]] = found["result"]

@@ -18,7 +18,7 @@ from depthmix.bench.model import options_for
 from depthmix.bench.page import figure_text, interval_text, name_of, render
 from depthmix.bench.suite import FOCUS
 from depthmix.mechanisms import list_mechanisms, mechanism
-from depthmix.models.files import write_text
+from depthmix.models.files import read_text, write_text
 
 BOUNDS = {  # what is aimed at; the figures stand beside them, whatever they are
     "ops.attend, forward": 3.0,
@@ -82,7 +82,7 @@ def run(
     """
     check_targets(output, markdown, figures)
     if saved:
-        report = Report.joined([Report.from_json(path.read_text(encoding="utf-8"), str(path)) for path in saved])
+        report = Report.joined([Report.from_json(read_text(path, "Measure it again"), str(path)) for path in saved])
     else:
         every = FOCUS if quick else tuple(name for name in list_mechanisms() if name != "residual")
         settings = Settings(

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from depthmix.mechanisms.legacy import FORMAT
 
 
@@ -116,7 +114,7 @@ def parse_toml(text: str, where: str, remedy: str) -> dict[str, Any]:
         raise ValueError(f"{where} is damaged: no TOML ({error}). {remedy}") from error
 
 
-def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The tensors of a safetensors file and its metadata."""
     from safetensors import SafetensorError, safe_open
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from depthmix.mechanisms.record import is_record
-from depthmix.models.files import digest, flush
+from depthmix.models.files import digest, flush, read_json
 from depthmix.training import ranks
 
 FORMAT = 1
@@ -198,7 +198,7 @@ def read(path: Path, into: Mapping[str, Any] | None) -> dict[str, Any]:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-    rest = json.loads((path / STATE).read_text(encoding="utf-8"))
+    rest = read_json(path / STATE, "Remove this checkpoint, and an older one is taken")
     there: dict[str, Any] = dict(HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata)
     if into is None:
         tensors = {name: torch.empty(about.size, dtype=about.properties.dtype) for name, about in there.items()}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthmix.models.files import digest, flush
+from depthmix.models.files import digest, flush, read_json
 from depthmix.models.io import version
 from depthmix.training.batches import Batches, Tokens, validation_batches
 from depthmix.training.corpus import Census, Progress, Source, census, open_source, watched
@@ -232,7 +232,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"no {path}; expected a folder that depthmix prepared")
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = read_json(path, AGAIN)
         number = manifest["format"]
         if number != FORMAT:
             raise ValueError(
@@ -240,7 +240,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
                 f"version reads format {FORMAT}. {AGAIN}"
             )
         whole = manifest["digest"] == digest_of(manifest)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}). {AGAIN}") from error
     if not whole:
         raise ValueError(f"{path} was altered: its digest is not that of its content. {AGAIN}")

@@ -70,7 +70,9 @@ def count_ids(path: Path) -> int:
         ids = [*(words.values() if isinstance(words, dict) else range(len(words)))]
         return int(max(ids + [token["id"] for token in found["added_tokens"]])) + 1
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged or no tokenizer ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"{path} is damaged or no tokenizer ({type(error).__name__}: {error}). Choose another"
+        ) from error
 
 
 def full_name(tokenizer: str) -> str:
