@@ -240,6 +240,15 @@ def test_the_digest_of_a_run_of_0_1_0_is_known_whatever_options_it_was_given(run
             assert finished(read_config("finished")) is not None
 
 
+def test_the_published_runs_of_0_1_0_keep_their_digests() -> None:
+    folders = sorted((Path(__file__).parent.parent / "docs" / "results" / "first_study" / "runs").iterdir())
+    assert folders
+    with other_defaults():
+        for folder in folders:
+            result = json.loads((folder / "result.json").read_text())
+            assert read_config(folder).digest == result["config_digest"], folder.name
+
+
 def raw_model(runs: Path) -> dict[str, Any]:
     return dict(json.loads((runs / "finished" / "final" / "config.json").read_text())["model"])
 

@@ -124,7 +124,7 @@ def test_scaling_arms_have_tokens_by_their_parameters_and_a_baseline_of_their_ow
 def test_arms_with_one_seed_start_from_the_same_weights_where_shapes_agree() -> None:
     """Also between depths: a parameter is drawn by the seed and its own name."""
     plain, mixed, deep = (
-        initial_model(make_arms(grid(name, sizes=[size]))[0].config).state_dict()
+        dict(initial_model(make_arms(grid(name, sizes=[size]))[0].config).named_parameters())
         for name, size in (("residual", SIZES[0]), ("mhc", SIZES[0]), ("residual", Size(depth=6, dim=16)))
     )
     for other in (mixed, deep):
