@@ -24,8 +24,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "value_width": 1,
         "beta": 1.0,
         "eps": 1e-6,
+        "key_norm": "rms",
         "key_eps": 1e-5,
-        # Options of where key_eps enters go here; in 0.1.0 it was under the root, added to the mean square.
+        "target_input": "normed",
+        "target_bias": False,
+        "target_bound": None,
     },
     "delta_attnres": FAMILY,
     "denseformer": {"dilation": 1, "period": 1, "block_sublayers": 2},

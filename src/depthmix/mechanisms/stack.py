@@ -58,7 +58,8 @@ class DepthStack(Recorded):
         cls = mechanism(name) if isinstance(name, str) else name
         if not (isinstance(cls, type) and issubclass(cls, DepthMixer)):
             raise TypeError(f"mechanism {name!r}; expected a name from list_mechanisms() or a subclass of DepthMixer")
-        self.name = name if isinstance(name, str) else name_of(cls)
+        self.name = name if isinstance(name, str) else cls.__name__
+        self.registered = name if isinstance(name, str) else name_of(cls)
         check_sizes(self.name, dim=dim, depth=depth)
         self.dim, self.depth = dim, depth
         self.lo, self.hi = 0, depth
@@ -77,7 +78,7 @@ class DepthStack(Recorded):
 
     def record(self) -> dict[str, Any]:
         """Of the whole network, in a slice too."""
-        return {"mechanism": self.name, **self.config.function(dim=self.dim, depth=self.depth)}
+        return {"mechanism": self.registered, **self.config.function(dim=self.dim, depth=self.depth)}
 
     def bind_mixers(self) -> None:
         mixers = self.all_mixers()
@@ -167,7 +168,7 @@ class DepthStack(Recorded):
             raise ValueError(f"slice({lo}, {hi}); expected {self.lo} <= lo < hi <= {self.hi}")
         part = DepthStack.__new__(DepthStack)
         nn.Module.__init__(part)
-        part.name, part.dim, part.depth = self.name, self.dim, self.depth
+        part.name, part.registered, part.dim, part.depth = self.name, self.registered, self.dim, self.depth
         part.lo, part.hi = lo, hi
         part.config, part.facts = self.config, self.facts
         part.mixers = nn.ModuleDict({str(i): copy.copy(self.mixers[str(i)]) for i in range(lo, hi)})
