@@ -93,10 +93,9 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, {folder!r})
 from test_machinery import network
 
-def rank(index, port, name):
+def rank(index, meet, name):
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(index), WORLD_SIZE="2")
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", init_method=f"file://{{meet}}", rank=index, world_size=2)
     plain, model = network(name), network(name)
     for sublayer in model.sublayers:
         fully_shard(sublayer)
@@ -109,14 +108,12 @@ def rank(index, port, name):
     for (key, a), b in zip(model.named_parameters(), plain.parameters()):
         whole = a.grad.full_tensor()
         assert (whole - b.grad).abs().max() < 1e-11 * b.grad.abs().max().clamp(min=1), key
+    dist.barrier()  # else one rank ends while the other still talks to it
     dist.destroy_process_group()
+    os._exit(0)  # past the teardown of gloo's threads, which aborts now and then
 
 if __name__ == "__main__":
-    import socket
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(rank, (port, sys.argv[1]), 2)
+    mp.spawn(rank, (sys.argv[0] + ".meet", sys.argv[1]), 2)
     print("equal")
 """
 
