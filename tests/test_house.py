@@ -19,7 +19,7 @@ from depthmix.mechanisms import kv_mechanism
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "depthmix"
-FLOORS = ["ops", "mechanisms", "models", "parallel", "inference", "training", "analysis", "bench", "cli"]
+FLOORS = ["support", "ops", "mechanisms", "models", "parallel", "inference", "training", "analysis", "bench", "cli"]
 
 
 def imported(file: Path) -> set[str]:

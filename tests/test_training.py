@@ -177,7 +177,7 @@ def test_a_device_that_is_not_here_is_named(tmp_path: Path) -> None:
     for name in ("abacus", "meta", "cuda"):
         if name == "cuda" and torch.cuda.is_available():
             continue
-        with pytest.raises(ValueError, match=f"device '{name}' is not here; expected cpu"):
+        with pytest.raises(ValueError, match=f"device='{name}' is not available; try cpu"):
             train(tiny_run(tmp_path / "run", run__device=name))
 
 

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from depthmix.bench.timing import FEWEST, MARGIN, Ratio, Samples, pool
+from depthmix.mechanisms.base import check_option
 from depthmix.models.files import write_text
 
 BASELINE, CONTROL = "residual", "residual again"
+MODEL = {"layers": int, "dim": int, "vocab_size": int}
+SIZES = {  # what pages and figures read of a report's sizes
+    "read": {"sources": int, "tokens": int, "dim": int},
+    "step": {"depth": int, "dim": int, "hidden": int, "tokens": int},
+    "decode": {"model": MODEL, "batch": int, "capacity": int},
+    "values": {"model": MODEL, "tokens": int},
+    "sources": {"tokens": int, "dim": int},
+    "depth": [{"dim": int, "tokens": int}],
+    "width": [{"depth": int, "tokens": int}],
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +65,15 @@ class Report:
         return text + ',\n  "rows": [\n    ' + ",\n    ".join(lines) + "\n  ]\n}"
 
     @classmethod
-    def from_json(cls, text: str, origin: str = "the report") -> Report:
+    def from_json(cls, text: str | bytes, origin: str = "the report") -> Report:
         try:
             values = json.loads(text)
+            check_shape("report", values, cls)
+            check_shape("sizes", values["sizes"], SIZES)
+            for i, row in enumerate(values["rows"]):
+                check_shape(f"rows[{i}]", row, Row)
             return cls(**{**values, "rows": [Row(**row) for row in values["rows"]]})
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, RecursionError) as error:
             hint = "expected a file written by: depthmix bench --output FILE"
             raise ValueError(f"{origin} is no result of this version of the benchmark ({error}); {hint}") from None
 
@@ -80,6 +95,27 @@ class Report:
 
     def save(self, path: Path) -> None:
         write_text(path, self.to_json() + "\n")
+
+
+def check_shape(name: str, value: object, shape: Any) -> None:
+    """JSON against what it should be: a dataclass, an object by its fields, a list of one shape, or an annotation."""
+    if isinstance(shape, dict) or is_dataclass(shape):
+        known = shape if isinstance(shape, dict) else get_type_hints(shape)
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} is {value!r:.40}; expected an object with {', '.join(known)}")
+        if missing := sorted(set(known) - set(value)):
+            raise ValueError(f"{name} lacks {', '.join(missing)}")
+        if is_dataclass(shape) and (extra := sorted(set(value) - set(known))):
+            raise ValueError(f"{name} has unknown fields {', '.join(extra)}; expected {', '.join(known)}")
+        for key, inner in known.items():
+            check_shape(f"{name}.{key}", value[key], inner)
+    elif isinstance(shape, list):
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"{name} is {value!r:.40}; expected a list")
+        for i, each in enumerate(value):
+            check_shape(f"{name}[{i}]", each, shape[0])
+    else:
+        check_option(name, value, shape)
 
 
 def ratio_rows(

@@ -16,6 +16,7 @@ from depthmix.bench.peers import installed
 from depthmix.bench.processes import Job, merged, run_jobs
 from depthmix.bench.read import FORWARD, READ, READ_KEPT
 from depthmix.bench.report import BASELINE, Report, Row, ratio_rows
+from depthmix.mechanisms.base import check_range
 from depthmix.models import DecoderConfig
 from depthmix.ops import backend
 
@@ -75,9 +76,8 @@ class Settings:
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "processes"):
-            if (value := getattr(self, name)) < 1:
-                raise ValueError(f"{name}={value}; expected at least 1")
+        for name, most in (("rounds", 10_000), ("processes", 100)):
+            check_range(name, getattr(self, name), 1, most)
         if BASELINE in self.mixers:
             raise ValueError(f"mixers={self.mixers}; expected others than {BASELINE}, which always takes part")
 

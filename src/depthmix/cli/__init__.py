@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run a verb; wrong input ends with its message and exit code 2, trouble with files with 1."""
+    """Run a verb; wrong input ends with its message and exit code 2, trouble with files or memory with 1, Ctrl-C with 130."""
     import tyro
 
     from depthmix.cli import bench, compare, generate, scaling, show, train, verify
@@ -41,4 +41,23 @@ def main(args: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk, a folder that may not be written, no network
         print(f"depthmix: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\ndepthmix: stopped", file=sys.stderr)
+        return 130
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"depthmix: not enough memory ({first_line(error)}); choose smaller sizes or batches", file=sys.stderr)
+        return 1
     return int(code or 0)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch has a class of its own for GPUs only."""
+    import torch
+
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -19,6 +19,7 @@ from depthmix.bench.page import figure_text, interval_text, name_of, render
 from depthmix.bench.suite import FOCUS
 from depthmix.mechanisms import list_mechanisms, mechanism
 from depthmix.models.files import read_text, write_text
+from depthmix.support.terminal import console, styled
 
 BOUNDS = {  # what is aimed at; the figures stand beside them, whatever they are
     "ops.attend, forward": 3.0,
@@ -135,24 +136,23 @@ def refuse_while_red(names: Iterable[str]) -> None:
 
 def print_table(report: Report) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    terminal = console()
     table = Table(title="What reading over depth costs", title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("", "figure", "interval", "at most", "verdict"):
         table.add_column(heading, overflow="fold", min_width={"": 22, "verdict": 11}.get(heading))
     for part in dict.fromkeys(row.part for row in report.rows):
         table.add_section()
-        table.add_row(f"[bold]{part}[/bold]")
+        table.add_row(styled((part, "bold")))
         for row in report.of(part):
             bound = "" if row.bound is None else f"{row.bound:,g}"
             table.add_row(f"  {name_of(row)}", figure_text(row), interval_text(row), bound, row.verdict)
-    console.print(table)
-    console.print("× is the ratio to the plain residual's, or to what the line names; kept is beyond the residual's.")
+    terminal.print(table)
+    terminal.print("× is the ratio to the plain residual's, or to what the line names; kept is beyond the residual's.")
     for line in dict.fromkeys(row.note for row in report.of("peak") if row.note):
-        console.print(line)
+        terminal.print(line)
     for key in ("machine", "reads", "rounds", "processes", "command"):
-        console.print(f"{key}: {getattr(report, key)}")
+        terminal.print(f"{key}: {getattr(report, key)}")
     for note in report.notes:
-        console.print(note)
+        terminal.print(note)

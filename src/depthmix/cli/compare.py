@@ -20,6 +20,8 @@ from depthmix.analysis.comparison_figures import draw_comparison
 from depthmix.analysis.comparison_page import LOSS_HEADINGS, About, loss_cells, render
 from depthmix.analysis.figures import new_figure
 from depthmix.models.files import write_text
+from depthmix.support.checks import split_pair
+from depthmix.support.terminal import console
 from depthmix.training.arms import Grid, Size, equal_compute, make_arms, parse_sweep
 from depthmix.training.publish import check_target, publish_study
 from depthmix.training.study import Study, run_study, settings
@@ -108,12 +110,7 @@ def run(
 def make_grid(
     mixers: Sequence[str], sizes: Sequence[Size], sweep: Sequence[str], set_: Sequence[str], data: str, tokenizer: str
 ) -> Grid:
-    chosen: dict[str, str] = {}
-    for text in set_:
-        key, sign, value = text.partition("=")
-        if not sign or not key:
-            raise ValueError(f"set {text!r}; expected KEY=VALUE, such as optimizer.weight_decay=0.1")
-        chosen[key.strip()] = value.strip()
+    chosen = dict(split_pair(text, "optimizer.weight_decay=0.1") for text in set_)
     sweeps: dict[str, Sequence[str]] = {}
     for text in sweep:
         key, values = parse_sweep(text)
@@ -190,7 +187,6 @@ def print_comparison(comparison: Comparison, failures: Mapping[str, str], page: 
 def show_table(title: str, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
     """Columns that say nothing are left out."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
@@ -199,7 +195,7 @@ def show_table(title: str, headings: Sequence[str], cells: Sequence[Sequence[str
         table.add_column(headings[k], overflow="fold", no_wrap=k > 0)
     for row in cells:
         table.add_row(*(row[k] for k in shown))
-    Console(highlight=False).print(table)
+    console().print(table)
 
 
 def close(failures: Mapping[str, str], page: Path) -> None:

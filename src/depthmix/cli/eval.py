@@ -14,6 +14,7 @@ import tyro
 from torch import Tensor
 
 from depthmix.models import Decoder
+from depthmix.support.terminal import console
 from depthmix.training import Score, read_config, score
 from depthmix.training.build import check_tokens, open_corpus, open_run
 from depthmix.training.build import export as export_model
@@ -76,11 +77,9 @@ def score_file(model: Decoder, file: Path, encoder: Encoder, row: int, rows: int
 
 def watched(batches: Sequence[Tensor]) -> Iterable[Tensor]:
     """With a bar on stderr, where that is a terminal."""
-    from rich.console import Console
     from rich.progress import track
 
-    console = Console(stderr=True)
-    return track(batches, "reading", console=console, transient=True, disable=not sys.stderr.isatty())
+    return track(batches, "reading", console=console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
 def encoder(folder: Path, data: Path) -> Encoder:

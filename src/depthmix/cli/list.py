@@ -11,6 +11,7 @@ import torch
 
 from depthmix.mechanisms import DepthStack, PluginError, kv_mechanism
 from depthmix.mechanisms.registry import naming_plugin, survey
+from depthmix.support.terminal import console
 
 
 def run(dim: int = 768, depth: int = 24, json: bool = False) -> int:
@@ -40,7 +41,7 @@ def run(dim: int = 768, depth: int = 24, json: bool = False) -> int:
     return 0
 
 
-def on_meta(name: str, dim: int, depth: int, **options: Any) -> DepthStack:
+def on_meta(name: str, dim: int, depth: int, /, **options: Any) -> DepthStack:
     """A stack without storage: enough to ask it."""
     with torch.device("meta"):
         return DepthStack(name, dim=dim, depth=depth, **options)
@@ -71,7 +72,6 @@ def describe_kv(name: str) -> dict[str, Any]:
 
 def print_values(rows: list[dict[str, Any]]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     title = "Inside attention: values mixed over depth, with any of the above"
@@ -80,14 +80,13 @@ def print_values(rows: list[dict[str, Any]]) -> None:
         table.add_column(heading, no_wrap=heading == "mechanism")
     for row in rows:
         table.add_row(row["name"], row["paper"].removeprefix("arXiv "), row["state"])
-    console = Console()
-    console.print(table)
-    console.print("\nFormulas, options and code of one mechanism: depthmix show NAME")
+    terminal = console()
+    terminal.print(table)
+    terminal.print("\nFormulas, options and code of one mechanism: depthmix show NAME")
 
 
 def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     title = f"Mechanisms with default options at D = {dim}, L = {depth} sublayers"
@@ -111,13 +110,13 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
             "yes" if row["two_phase"] else "–",
             row["preserves_prenorm"],
         )
-    console = Console()
-    console.print(table)
-    console.print("rank     semiseparable rank of the depth mixing matrix M, generic coefficients")
-    console.print("traffic  widths D read + written per token and sublayer, keys and values apart")
-    console.print("two-phase  queries are known in advance: reads of several sites share a pass")
-    console.print("PreNorm  whether a fresh stack computes the PreNorm network")
+    terminal = console()
+    terminal.print(table)
+    terminal.print("rank     semiseparable rank of the depth mixing matrix M, generic coefficients")
+    terminal.print("traffic  widths D read + written per token and sublayer, keys and values apart")
+    terminal.print("two-phase  queries are known in advance: reads of several sites share a pass")
+    terminal.print("PreNorm  whether a fresh stack computes the PreNorm network")
     for row in rows:
         if row["note"]:
-            console.print(f"{row['name']}: {row['note']}", highlight=False)
-    console.print()
+            terminal.print(f"{row['name']}: {row['note']}")
+    terminal.print()

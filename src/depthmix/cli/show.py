@@ -5,7 +5,6 @@ Or a decoder by its name, its configuration and what it counts.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import json as json_format
@@ -18,10 +17,12 @@ import torch
 import tyro
 
 from depthmix.cli.list import describe, on_meta
-from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, is_kv, kv_mechanism, make_config
+from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, is_kv, kv_mechanism, make_config, mechanism
 from depthmix.mechanisms.registry import naming_plugin
 from depthmix.models.presets import PRESETS, count_parameters
 from depthmix.models.presets import preset as find_preset
+from depthmix.support.checks import parse_value, split_pair
+from depthmix.support.terminal import console, styled
 
 TAG = re.compile(r"\((\w+)\)")
 
@@ -58,7 +59,9 @@ def run(
             make_config(kv, name, parse_options(options), dim=dim, depth=depth)
             about = {"name": name, "kind": "kv", "paper": kv.paper, "state": kv.holds, **page_of(kv)}
         else:
-            stack = on_meta(name, dim, depth, **parse_options(options))
+            chosen = parse_options(options)
+            make_config(mechanism(name), name, chosen, dim=dim, depth=depth)  # no other argument of a stack
+            stack = on_meta(name, dim, depth, **chosen)
             about = {**describe(stack), "chosen": list(options), **page_of(type(next(iter(stack))))}
             about["cost"] = cost(stack, dtype)
     print(json_format.dumps(about, indent=2, ensure_ascii=False, default=str)) if json else print_page(about)
@@ -75,16 +78,8 @@ def page_of(cls: type[DepthMixer] | type[KVMixer]) -> dict[str, Any]:
 
 
 def parse_options(pairs: tuple[str, ...]) -> dict[str, Any]:
-    options = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals:
-            raise ValueError(f"option {pair!r}; expected KEY=VALUE, such as num_blocks=8")
-        try:
-            options[key] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            options[key] = text
-    return options
+    found = (split_pair(pair, "num_blocks=8") for pair in pairs)
+    return {key: parse_value(text) for key, text in found}
 
 
 def equations(cls: type[DepthMixer] | type[KVMixer]) -> list[dict[str, Any]]:
@@ -151,32 +146,29 @@ def cost(stack: DepthStack, dtype: str) -> dict[str, Any]:
 
 
 def print_page(about: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False)
+    terminal = console()
     title = about["description"].splitlines()[0]
-    console.print(f"[bold]{about['name']}[/bold]  {escape(title)}\n")
+    terminal.print(styled((about["name"], "bold"), f"  {title}\n"))
     for row in about["equations"]:
-        console.print(f"  ({row['mark']}) [bold]{escape(row['equation'])}[/bold]")
+        terminal.print(styled(f"  ({row['mark']}) ", (row["equation"], "bold")))
         for line in row["code"]:
-            console.print(f"        [dim]{escape(line)}[/dim]", soft_wrap=True)
+            terminal.print(styled("        ", (line, "dim")), soft_wrap=True)
     prose = [" ".join(p.split()) for p in about["description"].split("\n\n")[1:] if not p.startswith("(")]
-    console.print("\n" + escape("\n\n".join(prose)) + "\n")
+    terminal.print("\n" + "\n\n".join(prose) + "\n")
     if about["option_table"]:
         table = Table(title="Options", title_justify="left")
         for heading in ("option", "default", "takes", "meaning"):
             table.add_column(heading, overflow="fold")
         for row in about["option_table"]:
-            table.add_row(*(escape(row[key]) for key in ("option", "default", "takes", "meaning")))
-        console.print(table)
+            table.add_row(*(row[key] for key in ("option", "default", "takes", "meaning")))
+        terminal.print(table)
     if "cost" in about:
-        console.print(cost_table(about))
+        terminal.print(cost_table(about))
 
 
 def cost_table(about: dict[str, Any]) -> Any:
-    from rich.markup import escape
     from rich.table import Table
 
     facts, figures = about, about["cost"]
@@ -196,7 +188,7 @@ def cost_table(about: dict[str, Any]) -> Any:
         *([("layout", facts["note"])] if facts["note"] else []),
     ]
     for key, value in rows:
-        table.add_row(key, escape(value))
+        table.add_row(key, value)
     return table
 
 
@@ -217,12 +209,10 @@ def show_preset(name: str, json: bool) -> int:
 
 
 def print_preset(about: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False)
-    console.print(f"[bold]{about['name']}[/bold]\n")
+    terminal = console()
+    terminal.print(styled((about["name"], "bold"), "\n"))
     parts = (
         ("Configuration", {key: setting(value) for key, value in about["configuration"].items()}),
         ("Parameters", {key.replace("_", " "): f"{value:,}" for key, value in about["parameters"].items()}),
@@ -232,8 +222,8 @@ def print_preset(about: dict[str, Any]) -> None:
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
         for key, value in rows.items():
-            table.add_row(key, escape(value))
-        console.print(table)
+            table.add_row(key, value)
+        terminal.print(table)
 
 
 def setting(value: Any) -> str:
@@ -242,7 +232,6 @@ def setting(value: Any) -> str:
 
 def print_counts(found: list[dict[str, Any]]) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title="Decoders by name, millions of parameters", title_justify="left", box=box.SIMPLE_HEAD)
@@ -258,7 +247,7 @@ def print_counts(found: list[dict[str, Any]]) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in found:
         table.add_row(row["name"], *(f"{row['parameters'][key] / 1e6:,.2f}" for key in headings))
-    console = Console(highlight=False)
-    console.print(table)
-    console.print("active: what one token uses, all but the experts that it does not go to")
-    console.print("Configuration and exact counts of one: depthmix show --preset NAME")
+    terminal = console()
+    terminal.print(table)
+    terminal.print("active: what one token uses, all but the experts that it does not go to")
+    terminal.print("Configuration and exact counts of one: depthmix show --preset NAME")

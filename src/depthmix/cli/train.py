@@ -16,6 +16,8 @@ import tyro
 
 from depthmix.analysis.trace import trace
 from depthmix.ops import keep_freed_memory
+from depthmix.support.checks import split_pair
+from depthmix.support.terminal import console
 from depthmix.training import BadLoss, CheckpointError, Interrupted, Result, TrainConfig, override, train
 from depthmix.training.config import check_excluding, dial_tokens, mechanisms
 from depthmix.training.ranks import main_process
@@ -62,7 +64,10 @@ def run(
         json: print the result as one object.
     """
     flags = {"data.source": data, "data.tokenizer": tokenizer, "run.steps": steps, "run.seed": seed}
-    pairs = [*map(split, set_), *((key, value) for key, value in flags.items() if value is not None)]
+    pairs = [
+        *(split_pair(text, "optimizer.lr=1e-3") for text in set_),
+        *((key, value) for key, value in flags.items() if value is not None),
+    ]
     chosen = resolve(folder, mixer, depth, dim, config, tokens, pairs)
     if print_config:
         print(chosen.to_toml(), end="")
@@ -154,13 +159,6 @@ def resolve(
     return found
 
 
-def split(change: str) -> tuple[str, str]:
-    key, sign, value = change.partition("=")
-    if not sign or not key:
-        raise ValueError(f"set {change!r}; expected KEY=VALUE, such as optimizer.lr=1e-3")
-    return key.strip(), value.strip()
-
-
 def whole(name: str, value: str) -> int:
     if not value.isdigit():
         raise ValueError(f"model.{name}={value}; expected a whole number")
@@ -184,10 +182,9 @@ class Progress:
             self.say(f"depth mixing: {event['layout']}")
         if sys.stderr.isatty():
             from rich import progress as rich
-            from rich.console import Console
 
             columns = ("{task.description}", rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn())
-            self.bar = rich.Progress(*columns, console=Console(stderr=True))
+            self.bar = rich.Progress(*columns, console=console(stderr=True))
             self.bar.start()
             self.task = self.bar.add_task("training", total=self.steps, completed=self.first)
 
@@ -216,6 +213,6 @@ class Progress:
 
     def say(self, line: str) -> None:
         if self.bar is not None:
-            self.bar.console.print(line, highlight=False)
+            self.bar.console.print(line)
         else:
             print(line, file=sys.stderr, flush=True)

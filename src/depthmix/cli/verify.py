@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as json_format
 import platform
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -15,6 +14,8 @@ from depthmix.analysis.invariants import Check, verify
 from depthmix.mechanisms import PluginError, mechanism
 from depthmix.mechanisms.registry import naming_plugin, survey
 from depthmix.ops import backend
+from depthmix.support.checks import check_device
+from depthmix.support.terminal import console, styled
 
 Outcome = tuple[str, Mapping[str, Any], list[Check]]
 
@@ -34,13 +35,13 @@ def run(
         names: mechanisms to check; all of them by default, each with every option.
         dtype: of the stream.
         device: such as cpu or cuda.
-        dim: width; a multiple of 8, so that every option fits.
-        depth: number of sublayers, at least 4.
+        dim: width; a multiple of 8, so that every option fits, at most 4096.
+        depth: number of sublayers, 4 to 256.
         checks: print every check, not one line for each set of options.
         json: print one object, with the machine and a list of checks, instead of a table.
     """
-    if dim % 8 or dim < 8 or depth < 4:
-        raise ValueError(f"dim={dim}, depth={depth}; expected a multiple of 8 and a depth of at least 4")
+    if dim % 8 or not 8 <= dim <= 4096 or not 4 <= depth <= 256:
+        raise ValueError(f"dim={dim}, depth={depth}; expected a multiple of 8 up to 4096 and a depth of 4 to 256")
     if not names:
         known, broken = survey("depth")
         names = (*known, *broken)
@@ -76,20 +77,10 @@ def checks_of(name: str, options: Mapping[str, Any], **how: Any) -> list[Check]:
         return [Check(f"can be used: {error}", float("inf"), 0)]
 
 
-def check_device(device: str) -> None:
-    try:
-        works = bool((torch.ones(2, device=device) + 1).sum().item() == 4)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"device={device!r} cannot be used here ({str(error).splitlines()[0]}); try cpu") from None
-    if not works:
-        raise ValueError(f"device={device!r} does not compute; try cpu")
-
-
 def with_progress(work: Iterator[Outcome], total: int) -> Iterator[Outcome]:
-    from rich.console import Console
     from rich.progress import track
 
-    yield from track(work, total=total, description="verifying", transient=True, console=Console(file=sys.stderr))
+    yield from track(work, total=total, description="verifying", transient=True, console=console(stderr=True))
 
 
 def records(outcomes: list[Outcome]) -> Iterator[dict[str, Any]]:
@@ -106,8 +97,6 @@ def records(outcomes: list[Outcome]) -> Iterator[dict[str, Any]]:
 
 
 def print_table(outcomes: list[Outcome], where: str, every_check: bool) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table(title=f"Invariants: {where}", title_justify="left")
@@ -117,14 +106,14 @@ def print_table(outcomes: list[Outcome], where: str, every_check: bool) -> None:
         words = " ".join(f"{k}={v}" for k, v in options.items()) or "defaults"
         shown = found if every_check else [check for check in found if not check.holds]
         for check in shown:
-            mark = "[green]holds[/green]" if check.holds else "[red]FAILS[/red]"
-            table.add_row(name, words, escape(check.name), f"{check.error:.1e}", f"{check.bound:.1e}", mark)
+            mark = styled(("holds", "green") if check.holds else ("FAILS", "red"))
+            table.add_row(name, words, check.name, f"{check.error:.1e}", f"{check.bound:.1e}", mark)
         if not shown:
             worst = max((c for c in found if c.bound > 0), key=lambda c: c.error / c.bound)
             text = f"all {len(found)}"
-            table.add_row(name, words, text, f"{worst.error:.1e}", f"{worst.bound:.1e}", "[green]hold[/green]")
-    console = Console()
-    console.print(table)
+            table.add_row(name, words, text, f"{worst.error:.1e}", f"{worst.bound:.1e}", styled(("hold", "green")))
+    terminal = console()
+    terminal.print(table)
     failed = sum(not check.holds for _, _, found in outcomes for check in found)
     total = sum(len(found) for _, _, found in outcomes)
-    console.print(f"{total - failed} of {total} checks hold")
+    terminal.print(f"{total - failed} of {total} checks hold")

@@ -7,10 +7,13 @@ Padding takes up a column and no position, and nobody but itself sees it.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from depthmix.models import DecoderConfig
+from depthmix.support.checks import check_memory
 
 
 class DynamicCache:
@@ -109,6 +112,8 @@ class PreallocatedCache:
         self.batch, self.capacity = batch, capacity
         self.shape = (batch, config.num_kv_heads, capacity, config.width)
         slots = range(len(config.layer_order))
+        size = 2 * len(slots) * math.prod(self.shape) * dtype.itemsize
+        check_memory(f"keys and values of batch={batch} × capacity={capacity}", size, "Ask for fewer tokens at once")
         self.keys = [torch.zeros(self.shape, dtype=dtype, device=device) for _ in slots]
         self.values = [torch.zeros(self.shape, dtype=dtype, device=device) for _ in slots]
         self.valid = torch.zeros(batch, capacity, dtype=torch.bool, device=device)

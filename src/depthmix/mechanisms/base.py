@@ -33,6 +33,7 @@ State: TypeAlias = tuple[Tensor, ...]
 Coeff: TypeAlias = Any  # a tensor, or a (named) tuple of tensors, with the leading shape of the state
 Kind: TypeAlias = Literal["attn", "mlp", "out"]
 PreNorm: TypeAlias = Literal["exact", "up to scale", "no"]
+MOST_DIM, MOST_DEPTH, MOST_ELEMENTS = 2**20, 2**14, 2**40  # of a stream, of a stack, of one parameter
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def check_option(name: str, value: object, hint: Any) -> None:
     elif isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         if value is not None:
             check_option(name, value, next(c for c in choices if c is not type(None)))
-    elif typing.get_origin(hint) is tuple:
+    elif typing.get_origin(hint) in (tuple, list):
         if not isinstance(value, (tuple, list)):
             raise ValueError(f"{name}={value!r}; expected a list")
         for each in value:
@@ -197,6 +198,11 @@ class DepthMixer(nn.Module):
 
     def add_parameter(self, name: str, *shape: int, exists: bool = True) -> None:
         """Declare a parameter; where a site does not own it, the attribute is None."""
+        if exists and math.prod(shape) > MOST_ELEMENTS:
+            raise ValueError(
+                f"{name} would have the shape {list(shape)}; expected at most 2^40 elements. Choose a smaller width, "
+                "depth or option"
+            )
         self.register_parameter(name, nn.Parameter(torch.empty(shape)) if exists else None)
 
     @classmethod

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from depthmix.mechanisms.base import (
+    MOST_DEPTH,
+    MOST_DIM,
     DepthMixer,
     Facts,
     Kind,
@@ -294,7 +296,7 @@ def check_sizes(name: str, **sizes: Any) -> None:
     for what, number in sizes.items():
         if not isinstance(number, int) or isinstance(number, bool):
             raise ValueError(f"{name}: {what}={number!r}; expected a whole number")
-        check_range(f"{name}: {what}", number, 1)
+        check_range(f"{name}: {what}", number, 1, MOST_DEPTH if what == "depth" else MOST_DIM)
 
 
 def make_sites(dim: int, depth: int, kinds: Sequence[Kind] | None) -> list[Site]:

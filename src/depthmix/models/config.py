@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from depthmix.mechanisms import MixerConfig, kv_mechanism, legacy, make_config, mechanism
-from depthmix.mechanisms.base import Kind, check_divides, check_option, check_positive, check_range
+from depthmix.mechanisms.base import (
+    MOST_DEPTH,
+    MOST_DIM,
+    Kind,
+    check_divides,
+    check_option,
+    check_positive,
+    check_range,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +62,10 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_range("moe.experts", self.experts, 2)
+        check_range("moe.experts", self.experts, 2, 2**16)
         check_range("moe.active", self.active, 1, self.experts, remedy="There are that many experts")
-        check_range("moe.shared", self.shared, 0)
-        check_range("moe.hidden", self.hidden, 1)
+        check_range("moe.shared", self.shared, 0, 2**16)
+        check_range("moe.hidden", self.hidden, 1, MOST_DIM)
         check_range("moe.balance_rate", self.balance_rate, 0)
 
 
@@ -104,8 +112,11 @@ class DecoderConfig:
         put(self, "moe", MoEConfig(**self.moe) if isinstance(self.moe, Mapping) else self.moe)
         put(self, "loop", LoopConfig(**self.loop) if isinstance(self.loop, Mapping) else self.loop)
         check_fields(self)
-        for name in ("vocab_size", "dim", "layers", "heads", "hidden"):
-            check_range(name, getattr(self, name), 1)
+        for name, most in (("vocab_size", MOST_DIM * 16), ("layers", MOST_DEPTH // 2)):
+            check_range(name, getattr(self, name), 1, most)
+        for name in ("dim", "heads", "hidden", "kv_heads", "head_dim"):
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), 1, MOST_DIM)
         check_positive("norm_eps", self.norm_eps)
         check_positive("rope_theta", self.rope_theta)
         check_range("init_std", self.init_std, 0)
@@ -116,6 +127,7 @@ class DecoderConfig:
             raise ValueError(f"head_dim={self.width}; expected an even number: RoPE turns channels in pairs")
         if self.loop is not None:
             check_range("loop.last", self.loop.last, 1, self.layers, remedy=f"The decoder has {self.layers} layers")
+            check_range("loop.repeats", self.loop.repeats, 1, MOST_DEPTH // (2 * self.layers))
         self.mixers()
 
     def mixers(self) -> dict[str, tuple[MixerConfig, dict[str, int]]]:
@@ -162,8 +174,8 @@ class DecoderConfig:
     @classmethod
     def from_depth(cls, depth: int, **overrides: Any) -> DecoderConfig:
         """One dial: `depth` sublayers of width 32·depth, heads of 64 channels, bytes as tokens."""
-        if not isinstance(depth, int) or isinstance(depth, bool) or depth < 2 or depth % 2:
-            raise ValueError(f"depth={depth!r}; expected an even number of sublayers, at least 2")
+        if not isinstance(depth, int) or isinstance(depth, bool) or not 2 <= depth <= MOST_DEPTH or depth % 2:
+            raise ValueError(f"depth={depth!r}; expected an even number of sublayers, 2 to {MOST_DEPTH}")
         dim = overrides.get("dim", -(-32 * depth // 64) * 64)
         heads = max(1, dim // 64)
         derived = {"dim": dim, "heads": heads, "hidden": -(-8 * dim // (3 * 64)) * 64}

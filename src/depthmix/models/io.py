@@ -22,6 +22,7 @@ from depthmix.mechanisms.record import is_record, with_records
 from depthmix.models.config import DecoderConfig
 from depthmix.models.decoder import Decoder
 from depthmix.models.files import beside, digest, flush, format_of, read_json, read_tensors
+from depthmix.support.checks import check_device
 
 AGAIN = "Save the model again, or copy it again"
 WEIGHTS, CONFIG, STAGED = "model.safetensors", "config.json", "config.json.new"
@@ -60,10 +61,7 @@ def load_model(directory: StrPath, *, device: torch.device | str = "cpu", dtype:
     Everything is read and checked before anything is put into a model.
     """
     folder = Path(directory)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"device={device!r} cannot be used here ({str(error).splitlines()[0]}); try cpu") from None
+    check_device(device)
     if not folder.is_dir():
         raise FileNotFoundError(f"no directory {folder}; expected one that save_model wrote")
     config = read_config(folder)

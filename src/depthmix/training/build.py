@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 from depthmix.mechanisms.record import with_records
-from depthmix.models import Decoder, load_model, save_model
+from depthmix.models import Decoder, count_parameters, load_model, save_model
 from depthmix.models.files import format_of, read_object
 from depthmix.models.init import NORMAL, TABLE
+from depthmix.support.checks import check_device, check_memory, user_path
 from depthmix.training import checkpoint, ranks
 from depthmix.training.config import DataConfig, TrainConfig
 from depthmix.training.data import Corpus, prepare
-from depthmix.training.precision import check_device
 
 RESULT_AGAIN = "Remove it, and `depthmix train` makes it again from the newest checkpoint"
 
@@ -46,7 +46,7 @@ def check_tokens(corpus: Corpus, digest: str, folder: Path) -> None:
 
 def check_apart(data: DataConfig, folder: Path) -> None:
     """What a run writes must not become text to train on."""
-    source, place = Path(data.source).expanduser(), folder.resolve()
+    source, place = user_path(data.source), folder.resolve()
     if data.source != "stdlib" and source.is_dir() and source.resolve() in (place, *place.parents):
         raise ValueError(
             f"folder={folder} lies inside data.source={data.source}, and what is written there would be read as text. "
@@ -57,6 +57,13 @@ def check_apart(data: DataConfig, folder: Path) -> None:
 @torch.no_grad()
 def initial_model(config: TrainConfig) -> Decoder:
     """Every parameter is drawn by (seed, its own name): arms of a comparison share what they have in common."""
+    size = count_parameters(config.model).total
+    copies = 3 if config.run.device == "cpu" else 1  # on the way to another device only the weights are here
+    check_memory(
+        f"{size:,} parameters{' with their gradients and the state of the optimiser' if copies > 1 else ''}",
+        4.0 * copies * size,
+        "Choose a smaller depth, model.dim or model.vocab_size",
+    )
     model, seed = Decoder(config.model), config.run.seed
     for name, mixer in (
         *model.depth.mixers.named_children(),

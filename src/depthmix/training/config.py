@@ -18,6 +18,7 @@ from depthmix.mechanisms.legacy import FORMAT
 from depthmix.models import DecoderConfig, count_parameters
 from depthmix.models.config import check_fields
 from depthmix.models.files import format_of, parse_toml, read_text, toml_lines
+from depthmix.support.checks import parse_value, user_path
 from depthmix.training.tokenize import Bytes, count_ids, full_name
 
 # What may change from one start to the next: none of it touches the weights or the measured losses of a run that goes
@@ -273,7 +274,7 @@ def vocabulary(tokenizer: str) -> int:
     name = full_name(tokenizer)
     if name == "bytes":
         return Bytes.size
-    return int(name.removeprefix("bpe:")) if name.startswith("bpe:") else count_ids(Path(tokenizer).expanduser())
+    return int(name.removeprefix("bpe:")) if name.startswith("bpe:") else count_ids(user_path(tokenizer))
 
 
 def mechanisms(mixer: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -316,7 +317,7 @@ def override(config: TrainConfig, key: str, value: Any) -> TrainConfig:
         same = [whole for whole, _ in leaves(config.to_dict()) if whole.endswith(f".{path[-1]}")]
         raise ValueError(f"unknown key {key!r}. {f'Did you mean {same[0]}? ' if same else ''}{known(place)}")
     if not fixed and path[1] in ("mixer", "kv_mixer") and len(path) == 3:
-        drop_excluded(place, path[1], path[2], parse(value))
+        drop_excluded(place, path[1], path[2], parse_value(value))
     problem: Exception | None = None
     for read in (like(place.get(path[-1]), value), value):  # a text that looks like a number, or "none", as it is
         place[path[-1]] = read
@@ -357,20 +358,9 @@ def known(place: Any) -> str:
     return f"Known: {', '.join(place)}" if isinstance(place, dict) else "It has no parts"
 
 
-def parse(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    if value.lower() in ("none", "null"):
-        return None
-    try:
-        return json.loads(value.lower() if value.lower() in ("true", "false") else value)
-    except json.JSONDecodeError:
-        return value
-
-
 def like(old: Any, value: Any) -> Any:
     """1e4 is a whole number where one is expected."""
-    new = parse(value)
+    new = parse_value(value)
     if isinstance(old, int) and not isinstance(old, bool) and isinstance(new, float) and new.is_integer():
         return int(new)
     return new

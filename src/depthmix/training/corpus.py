@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from depthmix.support.checks import user_path
+
 PIECE = 1 << 22  # bytes of a text that are held at once
 SAMPLE = 1 << 16  # bytes that show whether a file is text
 NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -69,7 +71,7 @@ def open_source(source: str, *, field: str = "text", share: float, seed: int) ->
         return Source(name=source, read=lambda: from_rows(hub_rows(source, field), seed))
     if source == "stdlib":
         return from_files(source, stdlib_files(), field, share, seed)
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.is_dir():
         return from_files(str(path.resolve()), folder_files(path), field, share, seed)
     if path.is_file():

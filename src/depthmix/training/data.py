@@ -22,6 +22,7 @@ from typing import Any
 
 from depthmix.models.files import digest, flush, read_json
 from depthmix.models.io import version
+from depthmix.support.checks import user_path
 from depthmix.training.batches import Batches, Tokens, validation_batches
 from depthmix.training.corpus import Census, Progress, Source, census, open_source, watched
 from depthmix.training.tokenize import FILE, SHARD, Writer, full_name, make_encoder, write_shards
@@ -272,7 +273,7 @@ def check_wish(found: Corpus, source: str, wish: dict[str, Any]) -> None:
     try:
         now = open_source(source, field=wish["field"], share=wish["share"], seed=wish["seed"])
     except FileNotFoundError:
-        if manifest["source"] == str(Path(source).expanduser().resolve()):
+        if manifest["source"] == str(user_path(source).resolve()):
             print(f"{source} is gone; going on with what {folder} has of it", file=sys.stderr, flush=True)
             return
         raise

@@ -39,6 +39,7 @@ def score(
         raise ValueError(f"tokens_per_row={row}, rows={rows}; expected at least 1 of each")
     device = model.embed.weight.device
     count = len(tokens) - 1
+    row, rows = min(row, max(count, 1)), min(rows, max(count, 1))
     full = count // row
     windows = tokens[: full * row + 1].unfold(0, row + 1, row) if full else tokens.new_zeros(0, row + 1)
     parts = [*windows.split(rows)] if full else []

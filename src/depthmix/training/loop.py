@@ -24,6 +24,7 @@ from torch import Tensor
 from depthmix.mechanisms.legacy import FORMAT
 from depthmix.models import Decoder, count_parameters, update_balance
 from depthmix.models.moe import MixtureOfExperts
+from depthmix.support.checks import check_device
 from depthmix.training import checkpoint, metrics, ranks
 from depthmix.training.build import check_apart, check_tokens, export, initial_model, open_corpus, seed_of
 from depthmix.training.config import TrainConfig
@@ -31,7 +32,7 @@ from depthmix.training.data import Batches, Corpus, validation_batches
 from depthmix.training.flops import flops_per_token
 from depthmix.training.folder import CONFIG, Result, check_same, claimed, finished, stopping, write_result
 from depthmix.training.optim import Optimizers
-from depthmix.training.precision import check_device, check_precision, computing
+from depthmix.training.precision import check_precision, computing
 from depthmix.training.schedule import rate
 
 Report = Callable[[Mapping[str, Any]], None]

@@ -12,17 +12,6 @@ import torch
 TRIAL = "import torch; a = torch.ones(128, 256, dtype=torch.bfloat16); torch.nn.functional.linear(a, a).sum().item()"
 
 
-def check_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        there = torch.get_device_module(device).is_available()  # unlike a tensor on it, takes no memory there
-    except (RuntimeError, AttributeError):
-        there = False
-    if not there:
-        raise ValueError(f"device {name!r} is not here; expected cpu, or a device that torch finds")
-    return device
-
-
 def computing(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """Parameters and the optimiser stay in float32; products are made in `precision`."""
     return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()

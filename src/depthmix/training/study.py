@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from depthmix.mechanisms.base import check_range
 from depthmix.training.arms import Arm, changed
 from depthmix.training.build import check_apart, open_corpus
 from depthmix.training.children import Clock, Pool, Task, threads_of
 from depthmix.training.config import TrainConfig
 from depthmix.training.data import Corpus
+
+MOST = 1000  # seeds, and runs at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +91,7 @@ def run_study(
 
 def check(arms: Sequence[Arm], seeds: int, lrs: Sequence[float], lr_share: float, jobs: int) -> None:
     for name, count in (("seeds", seeds), ("jobs", jobs)):
-        if count < 1:
-            raise ValueError(f"{name}={count}; expected at least 1")
+        check_range(name, count, 1, MOST)
     if not all(lr > 0 for lr in lrs):
         raise ValueError(f"lrs={list(lrs)}; expected learning rates above 0")
     if not 0 < lr_share <= 1:

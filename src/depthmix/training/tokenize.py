@@ -22,6 +22,7 @@ import numpy as np
 
 from depthmix.inference.text import FileTokenizer
 from depthmix.models.files import digest, flush
+from depthmix.support.checks import user_path
 from depthmix.training.corpus import Piece, package
 
 SHARD = 64 << 20  # bytes, at most
@@ -84,7 +85,7 @@ def full_name(tokenizer: str) -> str:
         if size < 257:
             raise ValueError(f"tokenizer={tokenizer!r}; expected bpe:SIZE of at least 257, the bytes and the separator")
         return f"bpe:{size}"
-    path = Path(tokenizer).expanduser()
+    path = user_path(tokenizer)
     if not path.is_file():
         raise FileNotFoundError(f"no tokenizer {tokenizer!r}; expected bytes, bpe:4096 or the path of a tokenizer.json")
     return f"file:{digest(path)[:16]}"
@@ -98,7 +99,7 @@ def make_encoder(tokenizer: str, folder: Path, texts: Iterator[Piece]) -> Encode
         print(f"training {tokenizer}", file=sys.stderr, flush=True)
         train_bpe(int(tokenizer[4:]), texts, folder / FILE)
     else:
-        shutil.copyfile(Path(tokenizer).expanduser(), folder / FILE)
+        shutil.copyfile(user_path(tokenizer), folder / FILE)
     flush(folder / FILE)
     return FromFile(folder / FILE)
 

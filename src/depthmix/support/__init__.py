@@ -1,0 +1,1 @@
+"""What is not about depth: checks of what users give, and the terminal."""
