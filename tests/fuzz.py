@@ -176,6 +176,7 @@ SMALL = {  # what a line gets besides, so that most of them go all the way
     "scaling": [("--sizes", "2x16", "4x16"), ("--tokens", "64"), ("--data", "text"), *SETTINGS],
 }
 SMALL["compare"].append(("--tokens", "64"))
+SMALL["generate"] = [("--max-new-tokens", "3")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -447,7 +448,7 @@ def bounded() -> Iterator[None]:
     sources = corpus.stdlib_files()[:3]
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
-            (verify_verb, "verify", stop_after(1, verify_verb.verify)),
+            (verify_verb, "verify", stop_after(3, verify_verb.verify)),
             (bench_verb, "verify", stop_after(2, bench_verb.verify)),
             (bench.processes, "run_child", stop_after(0, bench.processes.run_child)),
             (generate, "decode", stop_after(4, generate.decode)),

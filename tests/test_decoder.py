@@ -81,7 +81,7 @@ def test_the_dial_gives_the_networks_of_the_benchmark() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"dim": 0}, "dim=0; expected at least 1"),
+        ({"dim": 0}, "dim=0; expected 1 to 1048576"),
         ({"heads": 5}, "heads=5; expected a divisor of the width"),
         ({"kv_heads": 3}, "kv_heads=3; expected a divisor of the query heads"),
         ({"head_dim": 7}, "head_dim=7; expected an even number"),

@@ -65,7 +65,7 @@ class Report:
         return text + ',\n  "rows": [\n    ' + ",\n    ".join(lines) + "\n  ]\n}"
 
     @classmethod
-    def from_json(cls, text: str | bytes, origin: str = "the report") -> Report:
+    def from_json(cls, text: str, origin: str = "the report") -> Report:
         try:
             values = json.loads(text)
             check_shape("report", values, cls)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run a verb; wrong input ends with its message and exit code 2, trouble with files or memory with 1, Ctrl-C with 130."""
+    """Run a verb. Exit codes: 2 for wrong input, 1 for trouble with files or memory, 130 for Ctrl-C, with a message."""
     import tyro
 
     from depthmix.cli import bench, compare, generate, scaling, show, train, verify

@@ -37,8 +37,8 @@ def user_path(text: str | os.PathLike[str]) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise ValueError(
-            f"{str(text)!r}: {Path(text).parts[0]} is no user's home folder on this machine. Write the path in full, or "
-            "with ./ in front where that is a folder's name"
+            f"{str(text)!r}: this machine has no user {Path(text).parts[0][1:]!r}. Write the path in full, or with ./ "
+            "in front if the folder is called so"
         ) from None
 
 
