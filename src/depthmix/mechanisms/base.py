@@ -200,7 +200,7 @@ class DepthMixer(nn.Module):
         """Declare a parameter; where a site does not own it, the attribute is None."""
         if exists and math.prod(shape) > MOST_ELEMENTS:
             raise ValueError(
-                f"{name} would have the shape {list(shape)}, by dim={self.site.dim} and {self.config}; expected at most "
+                f"{name} would have the shape {list(shape)}, by dim={self.site.dim}, {self.config}; expected at most "
                 "2^40 elements. Choose a smaller width or option"
             )
         self.register_parameter(name, nn.Parameter(torch.empty(shape)) if exists else None)
