@@ -13,7 +13,7 @@ help:
 	@echo "make matrices     heat maps of M for every mechanism, under out/"
 	@echo "make study        compare six mechanisms over three seeds (about two hours); writes docs/results/first_study"
 	@echo "make test         linters, types and all tests (a few minutes on two cores)"
-	@echo "make test-full    the same with every combination of mechanism, KV site and form of the decoder"
+	@echo "make test-full    the same with every combination of mechanism, KV site and form of the decoder, and 10,000 random command lines"
 	@echo "make conformance  compare with public implementations from PyPI"
 	@echo "make bench        measure speed and memory beside other implementations; writes docs/results/speed.md (over an hour)"
 	@echo "make docs         build the documentation into site/"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +255,22 @@ def test_what_is_no_pair_is_told_by_every_verb(
     monkeypatch.chdir(tmp_path)
     assert main([*line, pair]) == 2
     assert f"{pair!r}; expected KEY=VALUE, such as" in capsys.readouterr().err
+
+
+def test_a_folder_that_no_file_can_name_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--depth", "2", "--dim", "16", "--folder", "\udcff"]) == 2
+    assert "folder='\\udcff'; expected a text in UTF-8" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "null", "{"])
+def test_eval_names_a_damaged_result(
+    text: str, samples: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(samples / "run", tmp_path / "run")
+    (tmp_path / "run" / "result.json").write_text(text)
+    assert main(["eval", str(tmp_path / "run")]) == 2
+    assert f"{tmp_path / 'run' / 'result.json'} is damaged" in capsys.readouterr().err

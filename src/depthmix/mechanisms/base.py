@@ -140,6 +140,10 @@ def check_option(name: str, value: object, hint: Any) -> None:
     elif hint is str:
         if not isinstance(value, str):
             raise ValueError(f"{name}={value!r}; expected a text")
+        if any(
+            "\ud800" <= letter <= "\udfff" for letter in value
+        ):  # bytes of an argument that no file can hold as text
+            raise ValueError(f"{name}={value!r}; expected a text in UTF-8. Choose another name")
     elif hint is float and not is_finite(value):
         raise ValueError(f"{name}={value!r}; expected a finite number")
 

@@ -113,8 +113,10 @@ def parse(path: Path) -> dict[str, Any]:
     if not isinstance(about, dict) or "format" not in about:
         raise ValueError(f"{path} has no field 'format'; expected a file that save_model wrote")
     format_of(about, path)
-    for field, inner in (("model", ()), ("weights", ("bytes", "sha256"))):
-        if not isinstance(about.get(field), dict) or any(key not in about[field] for key in inner):
+    inner: dict[str, type]
+    for field, inner in (("model", {}), ("weights", {"bytes": int, "sha256": str})):
+        found = about.get(field)
+        if not isinstance(found, dict) or not all(isinstance(found.get(key), kind) for key, kind in inner.items()):
             raise ValueError(f"{path} lacks the field {field!r} or a part of it; it is damaged. {AGAIN}")
     return about
 

@@ -240,7 +240,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
                 f"{path} has format {number!r}, written by depthmix {manifest.get('depthmix', '(unknown)')}; this "
                 f"version reads format {FORMAT}. {AGAIN}"
             )
-        whole = manifest["digest"] == digest_of(manifest)
+        whole = manifest["digest"] == digest_of(manifest) and {"source", "stamp"} <= set(manifest)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}). {AGAIN}") from error
     if not whole:
