@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import depthmix as dm
-from depthmix.mechanisms import kv_mechanism, make_kv_mixers
+from depthmix.mechanisms import kv_mechanism
 from depthmix.mechanisms.registry import DEPTH, KV
 from tests.cases import ALL, label
 
@@ -368,7 +368,7 @@ KV_PAGES: dict[str, Callable[..., dict[str, float]]] = {
 @pytest.mark.parametrize("name", KV)
 def test_every_parameter_inside_attention_starts_as_its_page_says(name: str) -> None:
     for options in (*kv_mechanism(name).variants, {} if name == "depth_attention" else {"own": 2.0, "first": -1.0}):
-        mixers = make_kv_mixers(name, options, head_dim=4, order=(0, 1, 2, 1, 2))
+        mixers = dm.KVStack(name, head_dim=4, order=(0, 1, 2, 1, 2), **options)
         for index, mixer in enumerate(mixers):
             want = KV_PAGES[name](**options) if index else {}
             assert {key: p.tolist() for key, p in mixer.named_parameters()} == {k: [v] for k, v in want.items()}

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import tyro
 
 from depthmix.analysis.trace import trace
-from depthmix.models.files import read_text
 from depthmix.ops import keep_freed_memory
 from depthmix.support.checks import split_pair
 from depthmix.support.terminal import console
