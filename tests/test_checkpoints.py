@@ -320,7 +320,7 @@ def test_ctrl_c_makes_a_checkpoint_and_says_how_to_go_on(alone: Path, tmp_path: 
         assert process.poll() is None
         time.sleep(0.005)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.05)
+    time.sleep(0.005)
     process.send_signal(signal.SIGINT)  # as torchrun does for what the terminal has sent already
     said = process.communicate()[1]
     assert process.returncode == 130
