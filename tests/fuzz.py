@@ -435,7 +435,9 @@ def bounded() -> Iterator[None]:
     from depthmix import bench
     from depthmix.cli import bench as bench_verb
     from depthmix.cli import verify as verify_verb
-    from depthmix.training import build, children, corpus, loop
+    from depthmix.data import sources
+    from depthmix.studies import runs
+    from depthmix.training import build, loop
 
     generate = importlib.import_module("depthmix.inference.generate")  # its function has the same name
 
@@ -445,7 +447,7 @@ def bounded() -> Iterator[None]:
     def too_long(*args: Any) -> None:
         raise TooLong
 
-    sources = corpus.stdlib_files()[:3]
+    few = sources.stdlib_files()[:3]
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (verify_verb, "verify", stop_after(3, verify_verb.verify)),
@@ -456,9 +458,9 @@ def bounded() -> Iterator[None]:
             (loop, "step", stop_after(20, loop.step)),
             (loop, "initial_model", small_models_only(build.initial_model)),
             (loop, "check_precision", lambda *args: None),  # a process
-            (children, "start", Ended),
-            (children, "PAUSE", 0.0),
-            (corpus, "stdlib_files", lambda: sources),
+            (runs, "start", Ended),
+            (runs, "PAUSE", 0.0),
+            (sources, "stdlib_files", lambda: few),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(mock.patch("torch.compile", lambda function, **kwargs: function))
@@ -579,7 +581,7 @@ def make_samples(folder: Path) -> None:
             steps = {"run.steps": 4, "run.checkpoint_every": 2, "run.keep": 1, "run.validate_batches": 1}
             for key, value in {**fixed, **steps, "data.validation": 0.3}.items():
                 base = override(base, key, value)
-            train(override(base, "run.folder", "run"), trace=dm.trace)
+            train(override(base, "run.folder", "run"))
             long = override(override(base, "run.folder", "half"), "run.steps", 100)
             with contextlib.suppress(KeyboardInterrupt):
                 train(override(long, "run.validate_every", 3))

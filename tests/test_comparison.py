@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from depthmix.analysis.comparison import Row, Run, compare, crossings, needed, reached, read_run, speed_up
-from depthmix.analysis.comparison_figures import draw_comparison
-from depthmix.analysis.comparison_page import About, render
-from depthmix.analysis.statistics import POWER, estimate, interpolate, ratio, student
+from depthmix.studies.comparison import Row, Run, compare, crossings, needed, reached, read_run, speed_up
+from depthmix.studies.comparison_figures import draw_comparison
+from depthmix.studies.comparison_page import About, render
+from depthmix.studies.statistics import POWER, estimate, interpolate, ratio, student
 
 ABOUT = About(command="depthmix compare", machine="a machine", data="stdlib")
 

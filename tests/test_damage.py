@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from depthmix.analysis.comparison import read_run
 from depthmix.cli import main
+from depthmix.studies.comparison import read_run
 from depthmix.training import load_run, train
 from depthmix.training.folder import finished
 from tests.runs import tiny_run, weights

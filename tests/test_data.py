@@ -19,10 +19,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depthmix.data import Batches, Corpus, prepare, sources, tokenizers, validation_batches
+from depthmix.data.batches import shuffled
+from depthmix.data.sources import Piece, open_source, stdlib_files
 from depthmix.inference import ByteTokenizer, load_tokenizer
-from depthmix.training import Batches, Corpus, corpus, prepare, tokenize, validation_batches
-from depthmix.training.batches import shuffled
-from depthmix.training.corpus import Piece, open_source, stdlib_files
 
 
 def needs(name: str) -> pytest.MarkDecorator:
@@ -224,10 +224,10 @@ def test_an_unknown_source_or_tokenizer_is_named(texts: Path, tmp_path: Path) ->
 def test_a_long_text_is_read_in_pieces_that_end_with_lines_or_characters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus, "PIECE", 16)
+    monkeypatch.setattr(sources, "PIECE", 16)
     data = ("a\nshort line\n" + "é€😀" * 30 + "\nend").encode()
     (tmp_path / "long.txt").write_bytes(data)
-    pieces = list(corpus.text_pieces(tmp_path / "long.txt", 0.5, 0, None))
+    pieces = list(sources.text_pieces(tmp_path / "long.txt", 0.5, 0, None))
     assert b"".join(piece.data for piece in pieces) == data
     assert len(pieces) > 5
     for piece in pieces:
@@ -339,12 +339,13 @@ def test_a_damaged_shard_is_named(texts: Path, tmp_path: Path, name: str, verify
 def test_hashes_are_read_once_a_process_unless_asked(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from depthmix.training import data
+
+    from depthmix.data import corpus
 
     seen: list[Path] = []
     prepare(str(texts), folder=tmp_path / "out")
-    whole = data.digest
-    monkeypatch.setattr(data, "digest", lambda path: (seen.append(path), whole(path))[1])
+    whole = corpus.digest
+    monkeypatch.setattr(corpus, "digest", lambda path: (seen.append(path), whole(path))[1])
     Corpus.load(tmp_path / "out")
     assert not seen
     Corpus.load(tmp_path / "out", verify=True)
@@ -386,13 +387,13 @@ def test_several_shards_are_one_array(texts: Path, tmp_path: Path) -> None:
 
 SLOW = """
 import sys, time
-from depthmix.training import tokenize, prepare
-whole = tokenize.Bytes.encode
+from depthmix.data import tokenizers, prepare
+whole = tokenizers.Bytes.encode
 def slow(self, texts):
     print("encoding", flush=True)
     time.sleep(float(sys.argv[3]))
     return whole(self, texts)
-tokenize.Bytes.encode = slow
+tokenizers.Bytes.encode = slow
 print(prepare(sys.argv[1], folder=sys.argv[2]).digest)
 """
 
@@ -429,12 +430,12 @@ def test_a_full_disk_is_said_and_leaves_nothing(texts: Path, tmp_path: Path, mon
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
 
-    def full(self: tokenize.Writer) -> None:
+    def full(self: tokenizers.Writer) -> None:
         self.path = self.folder / f"{self.name}-00000.bin"
-        self.file, self.room, self.hash = open("/dev/full", "wb", 0), self.limit, tokenize.hashlib.sha256()  # noqa: SIM115
+        self.file, self.room, self.hash = open("/dev/full", "wb", 0), self.limit, tokenizers.hashlib.sha256()  # noqa: SIM115
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokenize.Writer, "open_next", full)
+        patch.setattr(tokenizers.Writer, "open_next", full)
         with pytest.raises(OSError, match=r"No space left on device.*train-00000\.bin"):
             prepare(str(texts), folder=tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -445,14 +446,14 @@ def test_a_full_disk_is_said_and_leaves_nothing(texts: Path, tmp_path: Path, mon
 def test_a_source_that_changes_while_it_is_read_is_an_error(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = tokenize.Bytes.encode
+    whole = tokenizers.Bytes.encode
 
-    def disturbed(self: tokenize.Bytes, pieces: list[bytes]) -> list[np.ndarray]:
+    def disturbed(self: tokenizers.Bytes, pieces: list[bytes]) -> list[np.ndarray]:
         (texts / "part2" / "38.txt").write_text("changed")
         return whole(self, pieces)
 
-    monkeypatch.setattr(tokenize.Bytes, "encode", disturbed)
-    monkeypatch.setattr(tokenize, "GROUP", 100)
+    monkeypatch.setattr(tokenizers.Bytes, "encode", disturbed)
+    monkeypatch.setattr(tokenizers, "GROUP", 100)
     with pytest.raises(ValueError, match="changed while it was read"):
         prepare(str(texts), folder=tmp_path / "out")
 
@@ -463,7 +464,7 @@ def test_every_document_is_counted_once(texts: Path) -> None:
         yield Piece(place=0.1, data=b"c")
         yield Piece(place=0.9, data=b"d")
 
-    found = corpus.census(corpus.Source(name="x", read=two))
+    found = sources.census(sources.Source(name="x", read=two))
     assert (found.documents, found.bytes, found.lowest, found.highest) == (2, 4, 0.1, 0.9)
     assert open_source(str(texts), share=0.1, seed=0).bytes == sum(p.stat().st_size for p in texts.rglob("*.txt"))
 

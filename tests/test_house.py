@@ -19,7 +19,10 @@ from depthmix.mechanisms import kv_mechanism
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "depthmix"
-FLOORS = ["support", "ops", "mechanisms", "models", "parallel", "inference", "training", "analysis", "bench", "cli"]
+FLOORS = [
+    *("support", "ops", "mechanisms", "models", "parallel", "inference", "analysis", "data", "training", "studies"),
+    *("report", "hf", "titan", "bench", "cli"),
+]
 
 
 def imported(file: Path) -> set[str]:

@@ -254,7 +254,7 @@ def raw_model(runs: Path) -> dict[str, Any]:
 
 
 def write_as_0_1_0(folder: Path, config: TrainConfig) -> None:
-    from depthmix.models.files import toml_lines
+    from depthmix.support.files import toml_lines
     from depthmix.training.config import digest_of
 
     found = config.to_dict()
@@ -334,7 +334,7 @@ def test_both_of_two_options_that_exclude_each_other_are_refused(tmp_path: Path)
 
 
 def old_text(config: TrainConfig) -> str:
-    from depthmix.models.files import toml_lines
+    from depthmix.support.files import toml_lines
 
     return "\n".join(toml_lines(config.to_dict(), ())).strip() + "\n"
 

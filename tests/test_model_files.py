@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from depthmix.cli import main
 from depthmix.inference import ByteTokenizer, generate
 from depthmix.models import Decoder
-from depthmix.models.files import digest
 from depthmix.models.io import load_model, save_model
+from depthmix.support.files import digest
 from tests.decoders import some_tokens, tiny
 
 FILES = {"config.json", "model.safetensors"}

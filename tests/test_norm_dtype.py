@@ -48,7 +48,7 @@ def test_a_bfloat16_model_warns_of_nothing(form: str, every_warning: list[warnin
 
 
 def test_a_bfloat16_run_warns_of_nothing(tmp_path: Path, every_warning: list[warnings.WarningMessage]) -> None:
-    train(tiny_run(tmp_path / "run", run__precision="bfloat16", run__steps=2), trace=dm.trace)
+    train(tiny_run(tmp_path / "run", run__precision="bfloat16", run__steps=2))
     assert words(every_warning) == []
 
 

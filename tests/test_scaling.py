@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from depthmix.analysis.comparison import Run
-from depthmix.analysis.comparison_page import About
-from depthmix.analysis.scaling import Factor, Law, compute_equivalent, factor_between, fit, verdict_of
-from depthmix.analysis.scaling_page import Point, draw_scaling, render, scale
+from depthmix.studies.comparison import Run
+from depthmix.studies.comparison_page import About
+from depthmix.studies.scaling import Factor, Law, compute_equivalent, factor_between, fit, verdict_of
+from depthmix.studies.scaling_page import Point, draw_scaling, render, scale
 
 COMPUTE = [1e15, 4e15, 1.6e16, 6.4e16, 2.56e17]
 

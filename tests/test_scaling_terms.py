@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from depthmix.analysis.comparison_page import About
-from depthmix.analysis.scaling import Law
-from depthmix.analysis.scaling_page import render, scale
 from depthmix.cli.scaling import print_scaling
+from depthmix.studies.comparison_page import About
+from depthmix.studies.scaling import Law
+from depthmix.studies.scaling_page import render, scale
 from tests.test_scaling import COMPUTE, point
 
 ABOUT = About(command="depthmix scaling", machine="a machine", data="stdlib")

@@ -34,7 +34,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def begin(config: TrainConfig) -> tuple[loop.Run, Seen]:
     """A run, and of each micro-batch the seed of its step, a random number and the rows."""
-    run = loop.begin(config, torch.device("cpu"), lambda event: None, None)
+    run = loop.begin(config, torch.device("cpu"), lambda event: None)
     plain, seen = run.loss, []
 
     def loss(tokens: Tensor) -> Tensor:

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from depthmix.cli import main
-from depthmix.training.arms import Grid, Size, changed, equal_compute, make_arms, parse_sweep, per_parameter
+from depthmix.studies.arms import Grid, Size, changed, equal_compute, make_arms, parse_sweep, per_parameter
+from depthmix.studies.publish import check_target
+from depthmix.studies.runs import Clock, complete, free
+from depthmix.studies.study import long_task, run_study
 from depthmix.training.build import initial_model
-from depthmix.training.children import Clock, complete, free
 from depthmix.training.config import TrainConfig
 from depthmix.training.flops import flops_per_token
-from depthmix.training.publish import check_target
-from depthmix.training.study import long_task, run_study
 
 SMALL = {"data.rows": "2", "data.tokens_per_row": "32", "run.validate_batches": "2", "run.steps": "6"}
 PUBLISHED = ("config.toml", "metrics.jsonl", "result.json", "snapshots/step-00000006.safetensors")

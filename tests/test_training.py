@@ -212,7 +212,7 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_learns_and_tells_all_that_it_promises(form: str, tmp_path: Path) -> None:
     config = tiny_run(tmp_path / "run", **FORMS[form])
-    result = train(config, trace=dm.trace)
+    result = train(config)
     trained = lines(tmp_path / "run", "train")
     assert [line["step"] for line in trained] == [*range(1, 13)]
     assert trained[-1]["loss"] < trained[0]["loss"] - 0.3
@@ -245,7 +245,7 @@ def test_accumulating_two_halves_is_the_step_of_the_whole(tmp_path: Path) -> Non
 
 
 def test_norms_and_traces_do_not_touch_the_training(tmp_path: Path) -> None:
-    train(tiny_run(tmp_path / "watched", **MOE, run__depth_every=1, run__snapshot_every=1), trace=dm.trace)
+    train(tiny_run(tmp_path / "watched", **MOE, run__depth_every=1, run__snapshot_every=1))
     train(tiny_run(tmp_path / "bare", **MOE, run__depth_every=0, run__validate_every=0))
     assert weights(tmp_path / "watched") == weights(tmp_path / "bare")
 
@@ -366,7 +366,7 @@ def test_a_tracker_that_is_not_installed_is_named(name: str, tmp_path: Path) -> 
 
 def test_two_ranks_follow_the_same_curve_as_one(tmp_path: Path) -> None:
     config = tiny_run(tmp_path / "one", **MOE, optimizer__name="muon", run__asynchronous=True)
-    train(config, trace=dm.trace)
+    train(config)
     (tmp_path / "c.toml").write_text(config.to_toml())
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "depthmix", "train"]
     command += ["--folder", str(tmp_path / "two"), "--config", str(tmp_path / "c.toml")]
@@ -406,7 +406,7 @@ def test_the_loop_costs_little_more_than_the_bare_step(tmp_path: Path) -> None:
         run=dataclasses.replace(config.run, depth_every=100),
     )
     Path(config.run.folder).mkdir()
-    run = loop.begin(config, torch.device("cpu"), lambda event: None, dm.trace)
+    run = loop.begin(config, torch.device("cpu"), lambda event: None)
     tokens = next(run.batches)
 
     def bare() -> None:

@@ -72,6 +72,6 @@ __all__ = [
 
 def __getattr__(name: str) -> ModuleType:
     """Parts that are imported when they are asked for."""
-    if name in ("bench", "training"):
+    if name in ("bench", "data", "studies", "training"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from depthmix.analysis.trace import Trace
-from depthmix.models.files import replacing
+from depthmix.support.files import replacing
 
 
 def heat_map(trace: Trace, path: str | os.PathLike[str], title: str | None = None) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from depthmix import ops
 from depthmix.analysis.structure import effective_rank, row_sums, semiseparable_rank, sinks
 from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, State
-from depthmix.models.files import read_tensors, replacing
+from depthmix.support.files import read_tensors, replacing
 
 TraceKind = Literal["scalar", "head", "channel", "operator"]
 TENSORS = ("M", "sources", "inputs", "parts", "values")

@@ -21,7 +21,7 @@ LOOP, ALONE = "depthmix train", "without the optimiser"
 def run(model: Mapping[str, Any], tokens: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Both work on one model, in turns: next batch, clipping, the look at the loss and metrics are the loop's own."""
     with tempfile.TemporaryDirectory() as folder:
-        run = loop.begin(prepared(Path(folder), model, tokens), torch.device("cpu"), lambda event: None, None)
+        run = loop.begin(prepared(Path(folder), model, tokens), torch.device("cpu"), lambda event: None)
         try:
             return {"loop": ratios(with_control(variants(run)), rounds, "loop")}
         finally:

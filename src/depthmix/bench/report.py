@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from depthmix.bench.timing import FEWEST, MARGIN, Ratio, Samples, pool
-from depthmix.mechanisms.base import check_option
-from depthmix.models.files import write_text
+from depthmix.support.checks import check_option
+from depthmix.support.files import write_text
 
 BASELINE, CONTROL = "residual", "residual again"
 MODEL = {"layers": int, "dim": int, "vocab_size": int}

@@ -16,9 +16,9 @@ from depthmix.bench.peers import installed
 from depthmix.bench.processes import Job, merged, run_jobs
 from depthmix.bench.read import FORWARD, READ, READ_KEPT
 from depthmix.bench.report import BASELINE, Report, Row, ratio_rows
-from depthmix.mechanisms.base import check_range
 from depthmix.models import DecoderConfig
 from depthmix.ops import backend
+from depthmix.support.checks import check_range
 
 Part = Literal["read", "step", "decode", "values", "loop", "memory", "growth"]
 PARTS: tuple[Part, ...] = ("read", "step", "decode", "values", "loop", "memory", "growth")

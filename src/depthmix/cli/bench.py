@@ -18,7 +18,7 @@ from depthmix.bench.model import options_for
 from depthmix.bench.page import figure_text, interval_text, name_of, render
 from depthmix.bench.suite import FOCUS
 from depthmix.mechanisms import list_mechanisms, mechanism
-from depthmix.models.files import read_text, write_text
+from depthmix.support.files import read_text, write_text
 from depthmix.support.terminal import console, styled
 
 BOUNDS = {  # what is aimed at; the figures stand beside them, whatever they are

@@ -15,16 +15,16 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from depthmix.analysis.comparison import Comparison, Run, compare, read_run
-from depthmix.analysis.comparison_figures import draw_comparison
-from depthmix.analysis.comparison_page import LOSS_HEADINGS, About, loss_cells, render
 from depthmix.analysis.figures import new_figure
-from depthmix.models.files import write_text
+from depthmix.studies.arms import Grid, Size, equal_compute, make_arms, parse_sweep
+from depthmix.studies.comparison import Comparison, Run, compare, read_run
+from depthmix.studies.comparison_figures import draw_comparison
+from depthmix.studies.comparison_page import LOSS_HEADINGS, About, loss_cells, render
+from depthmix.studies.publish import check_target, publish_study
+from depthmix.studies.study import Study, run_study, settings
 from depthmix.support.checks import split_pair
+from depthmix.support.files import write_text
 from depthmix.support.terminal import console
-from depthmix.training.arms import Grid, Size, equal_compute, make_arms, parse_sweep
-from depthmix.training.publish import check_target, publish_study
-from depthmix.training.study import Study, run_study, settings
 
 Several = tyro.conf.UseAppendAction[tuple[str, ...]]
 

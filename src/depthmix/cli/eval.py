@@ -13,12 +13,12 @@ import torch
 import tyro
 from torch import Tensor
 
+from depthmix.data.tokenizers import FILE, Bytes, Encoder, FromFile
 from depthmix.models import Decoder
 from depthmix.support.terminal import console
 from depthmix.training import Score, read_config, score
 from depthmix.training.build import check_tokens, open_corpus, open_run
 from depthmix.training.build import export as export_model
-from depthmix.training.tokenize import FILE, Bytes, Encoder, FromFile
 
 
 def run(

@@ -9,11 +9,11 @@ from typing import Annotated
 import tyro
 
 from depthmix.analysis.figures import new_figure
-from depthmix.analysis.scaling_page import Point, Scaling, draw_scaling, law_cells, law_headings, render, scale
 from depthmix.cli.compare import Several, about_of, close, leave, make_grid, runs_of, show_table
-from depthmix.training.arms import Size, make_arms, per_parameter
-from depthmix.training.publish import check_target
-from depthmix.training.study import Study, run_study
+from depthmix.studies.arms import Size, make_arms, per_parameter
+from depthmix.studies.publish import check_target
+from depthmix.studies.scaling_page import Point, Scaling, draw_scaling, law_cells, law_headings, render, scale
+from depthmix.studies.study import Study, run_study
 
 
 def run(

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from depthmix.analysis.trace import trace
 from depthmix.ops import keep_freed_memory
 from depthmix.support.checks import split_pair
 from depthmix.support.terminal import console
@@ -94,7 +93,7 @@ def attempt(chosen: TrainConfig, restart: bool, progress: Progress) -> Result | 
     """The result, or the exit code of a run that stopped; why it did is then on stderr."""
     again = f"To go on: depthmix train --folder {shlex.quote(chosen.run.folder)}"
     try:
-        found = train(chosen, resume=not restart, report=progress.report, trace=trace)
+        found = train(chosen, resume=not restart, report=progress.report)
     except FileNotFoundError:
         raise
     except (BadLoss, CheckpointError, OSError) as error:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+from depthmix.support.checks import check_option
 
 State: TypeAlias = tuple[Tensor, ...]
 Coeff: TypeAlias = Any  # a tensor, or a (named) tuple of tensors, with the leading shape of the state
@@ -116,62 +117,6 @@ class MixerConfig:
 def option(default: Any, meaning: str) -> Any:
     """A field of a mechanism's options, with the words that `depthmix show` prints for it."""
     return dataclasses.field(default=default, metadata={"meaning": meaning})
-
-
-def check_option(name: str, value: object, hint: Any) -> None:
-    choices = typing.get_args(hint)
-    if typing.get_origin(hint) is Literal:
-        if value not in choices:
-            raise ValueError(f"{name}={value!r}; expected one of {', '.join(map(repr, choices))}")
-    elif isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        if value is not None:
-            check_option(name, value, next(c for c in choices if c is not type(None)))
-    elif typing.get_origin(hint) in (tuple, list):
-        if not isinstance(value, (tuple, list)):
-            raise ValueError(f"{name}={value!r}; expected a list")
-        for each in value:
-            check_option(name, each, choices[0])
-    elif hint is bool:
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r}; expected True or False")
-    elif hint is int:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{name}={value!r}; expected a whole number")
-    elif hint is str:
-        if not isinstance(value, str):
-            raise ValueError(f"{name}={value!r}; expected a text")
-        if any(
-            "\ud800" <= letter <= "\udfff" for letter in value
-        ):  # bytes of an argument that no file can hold as text
-            raise ValueError(f"{name}={value!r}; expected a text in UTF-8. Choose another name")
-    elif hint is float and not is_finite(value):
-        raise ValueError(f"{name}={value!r}; expected a finite number")
-
-
-def is_finite(value: object) -> bool:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond every float
-        return False
-
-
-def check_range(name: str, value: float, low: float, high: float = math.inf, remedy: str = "") -> None:
-    if not low <= value <= high:
-        span = f"at least {low}" if high == math.inf else f"{low} to {high}"
-        raise ValueError(f"{name}={value}; expected {span}{'. ' + remedy if remedy else ''}")
-
-
-def check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name}={value}; expected a number above 0, such as 1e-6")
-
-
-def check_divides(name: str, value: int, dim: int, of: str = "the width, dim") -> None:
-    check_range(name, value, 1)
-    if dim % value:
-        raise ValueError(f"{name}={value}; expected a divisor of {of}={dim}")
 
 
 def rank_cap(depth: int) -> int:

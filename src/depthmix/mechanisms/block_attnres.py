@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from depthmix.mechanisms.base import Coeff, Facts, Site, State, StateSpec, check_range, option
+from depthmix.mechanisms.base import Coeff, Facts, Site, State, StateSpec, option
 from depthmix.mechanisms.source_attention import SourceAttentionConfig, check_count, options_of_family
 from depthmix.mechanisms.two_phase import TwoPhaseAttention
+from depthmix.support.checks import check_range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,18 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
-from depthmix.mechanisms.base import (
-    Coeff,
-    DepthMixer,
-    Facts,
-    MixerConfig,
-    Site,
-    State,
-    StateSpec,
-    check_positive,
-    check_range,
-    option,
-)
+from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site, State, StateSpec, option
+from depthmix.support.checks import check_positive, check_range
 
 
 @dataclass(frozen=True, kw_only=True)

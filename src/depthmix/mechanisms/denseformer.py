@@ -9,18 +9,8 @@ import torch
 from torch import Tensor
 
 from depthmix import ops
-from depthmix.mechanisms.base import (
-    Coeff,
-    DepthMixer,
-    Facts,
-    MixerConfig,
-    Site,
-    State,
-    StateSpec,
-    check_range,
-    option,
-    rank_cap,
-)
+from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site, State, StateSpec, option, rank_cap
+from depthmix.support.checks import check_range
 
 
 @dataclass(frozen=True, kw_only=True)

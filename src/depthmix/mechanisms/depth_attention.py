@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from depthmix import ops
-from depthmix.mechanisms.base import Coeff, KVMixer, MixerConfig, Site, State, StateSpec, check_range, option
+from depthmix.mechanisms.base import Coeff, KVMixer, MixerConfig, Site, State, StateSpec, option
+from depthmix.support.checks import check_range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
-from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site, State, check_positive, option
+from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site, State, option
+from depthmix.support.checks import check_positive
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,11 +21,10 @@ from depthmix.mechanisms.base import (
     Site,
     State,
     StateSpec,
-    check_positive,
-    check_range,
     option,
     rank_cap,
 )
+from depthmix.support.checks import check_positive, check_range
 
 Readout = Literal["mean", "sum", "learned"]
 

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from depthmix.mechanisms.registry import DEPTH, KV
-
-FORMAT = 2
+from depthmix.support.files import FORMAT
 
 FAMILY = {"query": "static", "mixing": "softmax", "key_norm": True, "heads": 1, "scale": 1.0, "eps": 1e-6}
 # Every option of every mechanism as 0.1.0 had it; an option that came later with the value that computes the same.

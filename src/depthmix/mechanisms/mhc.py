@@ -14,18 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
-from depthmix.mechanisms.base import (
-    Coeff,
-    Facts,
-    MixerConfig,
-    Site,
-    State,
-    check_positive,
-    check_range,
-    option,
-    rank_cap,
-)
+from depthmix.mechanisms.base import Coeff, Facts, MixerConfig, Site, State, option, rank_cap
 from depthmix.mechanisms.hyper_connections import Readout, StreamMixer, Streams, stream_prenorm, stream_traffic
+from depthmix.support.checks import check_positive, check_range
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
-from depthmix.mechanisms.base import MixerConfig, Site, check_positive, check_range, option
+from depthmix.mechanisms.base import MixerConfig, Site, option
 from depthmix.mechanisms.hyper_connections import Readout
 from depthmix.mechanisms.mhc import ManifoldHyperConnections
+from depthmix.support.checks import check_positive, check_range
 
 
 @dataclass(frozen=True, kw_only=True)

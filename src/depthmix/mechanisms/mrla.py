@@ -13,19 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
-from depthmix.mechanisms.base import (
-    Coeff,
-    DepthMixer,
-    Facts,
-    MixerConfig,
-    Site,
-    State,
-    StateSpec,
-    check_divides,
-    check_positive,
-    option,
-    rank_cap,
-)
+from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site, State, StateSpec, option, rank_cap
+from depthmix.support.checks import check_divides, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)

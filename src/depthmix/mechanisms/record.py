@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthmix.mechanisms.legacy import FORMAT
+from depthmix.support.files import FORMAT
 
 KEY = "_extra_state"  # the name that torch gives it
 LENGTH = 1024  # bytes, or a multiple: torch.distributed.checkpoint loads into a tensor that has the saved one's shape

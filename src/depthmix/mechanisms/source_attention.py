@@ -13,17 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
-from depthmix.mechanisms.base import (
-    Coeff,
-    DepthMixer,
-    MixerConfig,
-    PreNorm,
-    Site,
-    State,
-    check_divides,
-    check_positive,
-    option,
-)
+from depthmix.mechanisms.base import Coeff, DepthMixer, MixerConfig, PreNorm, Site, State, option
+from depthmix.support.checks import check_divides, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)

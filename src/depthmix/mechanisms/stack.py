@@ -21,10 +21,10 @@ from depthmix.mechanisms.base import (
     Site,
     State,
     StateSpec,
-    check_range,
 )
 from depthmix.mechanisms.record import Recorded
 from depthmix.mechanisms.registry import kv_mechanism, mechanism, name_of, naming_plugin
+from depthmix.support.checks import check_range
 
 Sublayers: TypeAlias = Sequence[Any] | nn.ModuleList | nn.Sequential
 

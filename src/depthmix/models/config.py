@@ -6,18 +6,11 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 from depthmix.mechanisms import MixerConfig, kv_mechanism, legacy, make_config, mechanism
-from depthmix.mechanisms.base import (
-    MOST_DEPTH,
-    MOST_DIM,
-    Kind,
-    check_divides,
-    check_option,
-    check_positive,
-    check_range,
-)
+from depthmix.mechanisms.base import MOST_DEPTH, MOST_DIM, Kind
+from depthmix.support.checks import check_divides, check_fields, check_positive, check_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,17 +246,3 @@ def without_defaults(cls: type[MixerConfig], options: Mapping[str, Any], sizes: 
         if anyway[name] == value:
             return without_defaults(cls, less, sizes)
     return options
-
-
-def check_fields(config: Any) -> None:
-    """Values against annotations, for fields that are numbers, words or flags."""
-    hints = get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value, hint = getattr(config, field.name), hints[field.name]
-        inner = [h for h in get_args(hint) if h is not type(None)] if get_origin(hint) is not Literal else []
-        kind = inner[0] if len(inner) == 1 else hint
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            if value is not None and not isinstance(value, kind):
-                raise ValueError(f"{field.name}={value!r}; expected a {kind.__name__}")
-        else:
-            check_option(field.name, value, hint)

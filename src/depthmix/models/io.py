@@ -7,7 +7,6 @@ of its weights, and a reader takes the one that fits. So a save that is interrup
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 from collections.abc import Mapping
@@ -17,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthmix.mechanisms.legacy import FORMAT
 from depthmix.mechanisms.record import is_record, with_records
 from depthmix.models.config import DecoderConfig
 from depthmix.models.decoder import Decoder
-from depthmix.models.files import beside, digest, flush, format_of, read_json, read_tensors
 from depthmix.support.checks import check_device
+from depthmix.support.files import FORMAT, beside, digest, flush, format_of, read_json, read_tensors, version
 
 AGAIN = "Save the model again, or copy it again"
 WEIGHTS, CONFIG, STAGED = "model.safetensors", "config.json", "config.json.new"
@@ -152,10 +150,3 @@ def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str
 def some(words: list[str], most: int = 20) -> str:
     more = f" and {len(words) - most} more" if len(words) > most else ""
     return ", ".join(words[:most]) + more
-
-
-def version() -> str:
-    try:
-        return importlib.metadata.version("depthmix")
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
-        return "unknown"

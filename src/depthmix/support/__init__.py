@@ -1,1 +1,1 @@
-"""What is not about depth: checks of what users give, and the terminal."""
+"""What is not about depth: files, checks of what users give, the terminal."""

@@ -1,11 +1,15 @@
-"""What users write: KEY=VALUE, paths, devices. Each is read in this one place."""
+"""What users give, checked in one place: options and their ranges, KEY=VALUE, paths, devices, memory."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
+import types
+import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -63,3 +67,73 @@ def check_device(name: torch.device | str) -> torch.device:
     if not works:
         raise ValueError(f"device={str(name)!r} is not available; try cpu, or cuda or mps where torch finds one")
     return device
+
+
+def check_option(name: str, value: object, hint: Any) -> None:
+    choices = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        if value not in choices:
+            raise ValueError(f"{name}={value!r}; expected one of {', '.join(map(repr, choices))}")
+    elif isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        if value is not None:
+            check_option(name, value, next(c for c in choices if c is not type(None)))
+    elif typing.get_origin(hint) in (tuple, list):
+        if not isinstance(value, (tuple, list)):
+            raise ValueError(f"{name}={value!r}; expected a list")
+        for each in value:
+            check_option(name, each, choices[0])
+    elif hint is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}; expected True or False")
+    elif hint is int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name}={value!r}; expected a whole number")
+    elif hint is str:
+        if not isinstance(value, str):
+            raise ValueError(f"{name}={value!r}; expected a text")
+        if any(
+            "\ud800" <= letter <= "\udfff" for letter in value
+        ):  # bytes of an argument that no file can hold as text
+            raise ValueError(f"{name}={value!r}; expected a text in UTF-8. Choose another name")
+    elif hint is float and not is_finite(value):
+        raise ValueError(f"{name}={value!r}; expected a finite number")
+
+
+def is_finite(value: object) -> bool:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
+
+
+def check_range(name: str, value: float, low: float, high: float = math.inf, remedy: str = "") -> None:
+    if not low <= value <= high:
+        span = f"at least {low}" if high == math.inf else f"{low} to {high}"
+        raise ValueError(f"{name}={value}; expected {span}{'. ' + remedy if remedy else ''}")
+
+
+def check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name}={value}; expected a number above 0, such as 1e-6")
+
+
+def check_divides(name: str, value: int, dim: int, of: str = "the width, dim") -> None:
+    check_range(name, value, 1)
+    if dim % value:
+        raise ValueError(f"{name}={value}; expected a divisor of {of}={dim}")
+
+
+def check_fields(config: Any) -> None:
+    """Values against annotations, for fields that are numbers, words or flags."""
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, hint = getattr(config, field.name), hints[field.name]
+        inner = [h for h in get_args(hint) if h is not type(None)] if get_origin(hint) is not Literal else []
+        kind = inner[0] if len(inner) == 1 else hint
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            if value is not None and not isinstance(value, kind):
+                raise ValueError(f"{field.name}={value!r}; expected a {kind.__name__}")
+        else:
+            check_option(field.name, value, hint)

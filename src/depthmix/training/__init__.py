@@ -1,7 +1,7 @@
-"""Training a decoder: data, optimisers and schedules, the loop, checkpoints.
+"""Training a decoder: optimisers and schedules, the loop, checkpoints.
 
 config = TrainConfig.from_dial(12, "block_attnres", folder="runs/block", tokens=5e6)
-result = train(override(config, "optimizer.lr", 1e-3), trace=depthmix.trace)
+result = train(override(config, "optimizer.lr", 1e-3))
 model = load_run("runs/block")
 """
 
@@ -15,7 +15,6 @@ from depthmix.training.config import (
     TrainConfig,
     override,
 )
-from depthmix.training.data import Batches, Corpus, prepare, validation_batches
 from depthmix.training.evaluate import Score, score
 from depthmix.training.flops import flops_per_token
 from depthmix.training.folder import Result
@@ -24,9 +23,7 @@ from depthmix.training.metrics import read_metrics
 
 __all__ = [
     "BadLoss",
-    "Batches",
     "CheckpointError",
-    "Corpus",
     "DataConfig",
     "Interrupted",
     "OptimizerConfig",
@@ -40,10 +37,8 @@ __all__ = [
     "load_run",
     "open_corpus",
     "override",
-    "prepare",
     "read_config",
     "read_metrics",
     "score",
     "train",
-    "validation_batches",
 ]

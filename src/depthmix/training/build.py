@@ -12,14 +12,14 @@ from pathlib import Path
 
 import torch
 
+from depthmix.data.corpus import Corpus, prepare
 from depthmix.mechanisms.record import with_records
 from depthmix.models import Decoder, count_parameters, load_model, save_model
-from depthmix.models.files import format_of, read_object
 from depthmix.models.init import NORMAL, TABLE
 from depthmix.support.checks import check_device, check_memory, user_path
+from depthmix.support.files import format_of, read_object
 from depthmix.training import checkpoint, ranks
 from depthmix.training.config import DataConfig, TrainConfig
-from depthmix.training.data import Corpus, prepare
 
 RESULT_AGAIN = "Remove it, and `depthmix train` makes it again from the newest checkpoint"
 

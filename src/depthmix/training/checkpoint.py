@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from depthmix.mechanisms.record import is_record
-from depthmix.models.files import digest, flush, read_json
+from depthmix.support.files import digest, flush, read_json
 from depthmix.training import ranks
 
 FORMAT = 1

@@ -12,14 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from depthmix.data.tokenizers import Bytes, count_ids, full_name
 from depthmix.mechanisms import is_kv, kv_mechanism, mechanism
-from depthmix.mechanisms.base import check_positive, check_range
-from depthmix.mechanisms.legacy import FORMAT
 from depthmix.models import DecoderConfig, count_parameters
-from depthmix.models.config import check_fields
-from depthmix.models.files import format_of, parse_toml, read_text, toml_lines
-from depthmix.support.checks import parse_value, user_path
-from depthmix.training.tokenize import Bytes, count_ids, full_name
+from depthmix.support.checks import check_fields, check_positive, check_range, parse_value, user_path
+from depthmix.support.files import FORMAT, format_of, parse_toml, read_text, toml_lines
 
 # What may change from one start to the next: none of it touches the weights or the measured losses of a run that goes
 # well, and what became of a bad loss is in its metrics.

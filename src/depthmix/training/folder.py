@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from depthmix.models.files import format_of, parse_toml, read_object, read_text, write_text
 from depthmix.models.io import check_weights
+from depthmix.support.files import format_of, parse_toml, read_object, read_text, write_text
 from depthmix.training import ranks
 from depthmix.training.build import RESULT_AGAIN, read_config
 from depthmix.training.checkpoint import checkpoints

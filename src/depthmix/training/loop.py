@@ -21,14 +21,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from depthmix.mechanisms.legacy import FORMAT
+from depthmix.data import Batches, Corpus, validation_batches
 from depthmix.models import Decoder, count_parameters, update_balance
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.support.checks import check_device
+from depthmix.support.files import FORMAT
 from depthmix.training import checkpoint, metrics, ranks
 from depthmix.training.build import check_apart, check_tokens, export, initial_model, open_corpus, seed_of
 from depthmix.training.config import TrainConfig
-from depthmix.training.data import Batches, Corpus, validation_batches
 from depthmix.training.flops import flops_per_token
 from depthmix.training.folder import CONFIG, Result, check_same, claimed, finished, stopping, write_result
 from depthmix.training.optim import Optimizers
@@ -71,7 +71,6 @@ class Run:
     batches: Batches
     probe: Tensor
     report: Report
-    trace: metrics.Tracer | None
     progress: Progress = field(default_factory=Progress)
     pending: Future[None] | None = None
     log: metrics.Metrics | None = None  # on rank 0
@@ -89,7 +88,6 @@ def train(
     *,
     resume: bool = True,
     report: Report = lambda event: None,
-    trace: metrics.Tracer | None = None,
 ) -> Result:
     """Train, or go on with what is in the run's folder; a complete run is only read.
 
@@ -97,7 +95,6 @@ def train(
         config: all that decides the result.
         resume: False begins anew and removes what the folder holds of an earlier run.
         report: is called on rank 0 with each line of metrics.jsonl, and with kinds "begin" and "checkpoint".
-        trace: `depthmix.trace`, for M and the entropy of its rows.
     """
     device = check_device(config.run.device)
     check_precision(config.run.precision, device)
@@ -107,7 +104,7 @@ def train(
     with ranks.companions(device), claimed(config, resume):
         if (done := finished(config)) is not None:
             return done
-        run = begin(config, device, report, trace)
+        run = begin(config, device, report)
         try:
             with stopping() as asked:
                 while run.progress.step < config.run.steps:
@@ -128,7 +125,7 @@ def train(
             close(run)
 
 
-def begin(config: TrainConfig, device: torch.device, report: Report, trace: metrics.Tracer | None) -> Run:
+def begin(config: TrainConfig, device: torch.device, report: Report) -> Run:
     """From the newest whole checkpoint, else from the initial weights."""
     data = config.data
     corpus = ranks.first_then_others(lambda: open_corpus(data))
@@ -146,9 +143,7 @@ def begin(config: TrainConfig, device: torch.device, report: Report, trace: metr
         ranks=ranks.count(),
     )
     rows = next(validation(corpus, config))[: PROBE[0], : PROBE[1]]
-    run = Run(
-        config, corpus, device, model, Optimizers(model, config.optimizer), batches, rows.to(device), report, trace
-    )
+    run = Run(config, corpus, device, model, Optimizers(model, config.optimizer), batches, rows.to(device), report)
     found = checkpoint.latest(run.folder / "checkpoints", tensors(run))
     if found is not None:
         restore(run, found[1])
@@ -263,12 +258,14 @@ def look(run: Run) -> None:
             stop(run, f"the validation loss is {loss}")
         tell(run, "validation", {"seconds": run.progress.seconds, **run.progress.validation})
     depth, snapshot = due(run, config.depth_every), due(run, config.snapshot_every)
-    found = metrics.mixing(run.model, run.probe, run.trace) if depth or snapshot else None
+    if not depth and not snapshot:
+        return
+    found = metrics.mixing(run.model, run.probe)
     if depth:
         outputs, grads = metrics.depth_norms(run.model, lambda: loss_on_probe(run))
         about = {"output_norm": outputs, "gradient_norm": grads, "query_norm": metrics.query_norms(run.model)}
-        tell(run, "depth", {**about, "weight_entropy": None if found is None else found["entropy"].tolist()})
-    if snapshot and found is not None and ranks.rank() == 0:
+        tell(run, "depth", {**about, "weight_entropy": found["entropy"].tolist()})
+    if snapshot and ranks.rank() == 0:
         path = run.folder / "snapshots" / f"step-{run.progress.step:08d}.safetensors"
         metrics.save_snapshot(path, run.progress.step, run.config.model, found)
 

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from depthmix.analysis import trace
 from depthmix.models import Decoder
-from depthmix.models.files import replacing, write_text
 from depthmix.ops.memory import status
+from depthmix.support.files import replacing, write_text
 from depthmix.training import ranks
 from depthmix.training.build import disk_errors
 
-Tracer = Callable[..., Any]  # `depthmix.analysis.trace.trace`, handed in: analysis stands on training
 CHANNELS = 8  # of a mechanism whose weights differ by channel, so many are looked at
 
 
@@ -172,11 +172,9 @@ def query_norms(model: Decoder) -> list[float] | None:
     return [float(q.float().norm()) for q in queries] or None
 
 
-def mixing(model: Decoder, tokens: Tensor, trace: Tracer | None) -> dict[str, Tensor] | None:
+def mixing(model: Decoder, tokens: Tensor) -> dict[str, Tensor]:
     """M [L+1, L+1] averaged over tokens, heads and channels; the entropy of each row of it, token by token and then
-    averaged; and the value matrix [N, N] where attention mixes values. None without a tracer."""
-    if trace is None:
-        return None
+    averaged; and the value matrix [N, N] where attention mixes values."""
     step = max(1, model.config.dim // CHANNELS)
     was = model.training
     model.eval()

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from depthmix.analysis.statistics import CONFIDENCE, POWER, Estimate, estimate, interpolate, ratio
-from depthmix.models.files import format_of, read_lines, read_object
+from depthmix.studies.statistics import CONFIDENCE, POWER, Estimate, estimate, interpolate, ratio
+from depthmix.support.files import format_of, read_lines, read_object
 
 Axis = Literal["tokens", "seconds", "flops"]
 AXES: dict[Axis, str] = {"tokens": "tokens", "seconds": "wall-clock", "flops": "compute"}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from depthmix.models.files import write_text
+from depthmix.support.files import write_text
 from depthmix.training.config import TrainConfig
 from depthmix.training.flops import flops_per_token
 from depthmix.training.folder import Result, finished, locked, stopping

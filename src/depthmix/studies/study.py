@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthmix.mechanisms.base import check_range
-from depthmix.training.arms import Arm, changed
+from depthmix.data.corpus import Corpus
+from depthmix.studies.arms import Arm, changed
+from depthmix.studies.runs import Clock, Pool, Task, threads_of
+from depthmix.support.checks import check_range
 from depthmix.training.build import check_apart, open_corpus
-from depthmix.training.children import Clock, Pool, Task, threads_of
 from depthmix.training.config import TrainConfig
-from depthmix.training.data import Corpus
 
 MOST = 1000  # seeds, and runs at once
 

@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from depthmix.models.files import replacing, write_text
-from depthmix.training.arms import changed
+from depthmix.studies.arms import changed
+from depthmix.studies.study import Study
+from depthmix.support.files import replacing, write_text
 from depthmix.training.folder import CONFIG, RESULT
-from depthmix.training.study import Study
 
 COPIED = ("metrics.jsonl", RESULT)
 SNAPSHOTS = "snapshots"

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from depthmix.analysis.comparison import Axis, Comparison, Row, Run
 from depthmix.analysis.figures import new_figure, save
-from depthmix.analysis.statistics import Estimate, estimate, interpolate
+from depthmix.studies.comparison import Axis, Comparison, Row, Run
+from depthmix.studies.statistics import Estimate, estimate, interpolate
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # told apart by everyone
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")

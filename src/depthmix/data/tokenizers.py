@@ -20,10 +20,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from depthmix.data.sources import Piece, package
 from depthmix.inference.text import FileTokenizer
-from depthmix.models.files import digest, flush
 from depthmix.support.checks import user_path
-from depthmix.training.corpus import Piece, package
+from depthmix.support.files import digest, flush
 
 SHARD = 64 << 20  # bytes, at most
 GROUP = 1 << 20  # bytes of text that are encoded at once

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from depthmix.analysis.comparison import AXES, MARGIN, SPREAD, Axis, Comparison, Crossing, Row
-from depthmix.analysis.comparison_figures import Sweeps
-from depthmix.analysis.statistics import Estimate
+from depthmix.studies.comparison import AXES, MARGIN, SPREAD, Axis, Comparison, Crossing, Row
+from depthmix.studies.comparison_figures import Sweeps
+from depthmix.studies.statistics import Estimate
 
 CAPTIONS = {
     "tokens": "Loss against tokens",

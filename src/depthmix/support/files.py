@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from depthmix.mechanisms.legacy import FORMAT
+FORMAT = 2  # of the files of models and runs; `mechanisms.legacy` reads the older ones
 
 
 def digest(path: Path) -> str:
@@ -153,3 +154,10 @@ def toml_value(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(toml_value, value))}]"
     return json.dumps(value, ensure_ascii=False)
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("depthmix")
+    except importlib.metadata.PackageNotFoundError:  # run from its sources
+        return "unknown"

@@ -20,14 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthmix.models.files import digest, flush, read_json
-from depthmix.models.io import version
+from depthmix.data.batches import Tokens
+from depthmix.data.sources import Census, Progress, Source, census, open_source, watched
+from depthmix.data.tokenizers import FILE, SHARD, Writer, full_name, make_encoder, write_shards
 from depthmix.support.checks import user_path
-from depthmix.training.batches import Batches, Tokens, validation_batches
-from depthmix.training.corpus import Census, Progress, Source, census, open_source, watched
-from depthmix.training.tokenize import FILE, SHARD, Writer, full_name, make_encoder, write_shards
-
-__all__ = ["Batches", "Corpus", "prepare", "validation_batches"]
+from depthmix.support.files import digest, flush, read_json, version
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from depthmix.analysis.comparison import Run
-from depthmix.analysis.comparison_figures import COLOURS, MARKERS, Sweeps
-from depthmix.analysis.comparison_page import About, best_of, edge_notes, how, picture, sweep_table, table
 from depthmix.analysis.figures import new_figure, save
-from depthmix.analysis.scaling import Factor, Fit, factor_between, fit, verdict_of
+from depthmix.studies.comparison import Run
+from depthmix.studies.comparison_figures import COLOURS, MARKERS, Sweeps
+from depthmix.studies.comparison_page import About, best_of, edge_notes, how, picture, sweep_table, table
+from depthmix.studies.scaling import Factor, Fit, factor_between, fit, verdict_of
 
 LAW_HEADINGS = ("arm", "sizes", "a", "95 % interval", "b", "95 % interval")
 IRREDUCIBLE_HEADINGS = ("irreducible", "95 % interval")
