@@ -10,7 +10,6 @@ import torch
 import depthmix as dm
 from depthmix.inference import PreallocatedCache
 from depthmix.models import next_token_losses
-from depthmix.models.context import make_context
 from depthmix.models.init import TABLE
 from tests.decoders import FORMS, some_tokens, tiny
 
@@ -161,8 +160,7 @@ def test_a_segment_of_activations_is_made_again_and_costs_less_memory() -> None:
 
     model = tiny("dense", layers=6, mixer={"name": "block_attnres", "block_sublayers": 3})
     x = torch.randn(1, 64, model.config.dim, dtype=torch.float64, requires_grad=True)
-    width, nothing = model.config.width, dict.fromkeys(("documents", "valid", "cache"))
-    ctx = make_context(some_tokens(1, 64), head_dim=width, theta=1e4, dtype=torch.float64, **nothing)
+    ctx = model.context(some_tokens(1, 64), torch.float64)
 
     class Middle(torch.nn.Module):
         def __init__(self) -> None:
@@ -170,7 +168,8 @@ def test_a_segment_of_activations_is_made_again_and_costs_less_memory() -> None:
             self.model = model
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.model.mixed(x, ctx)[0]
+            state, _ = self.model.segments(self.model.depth.begin(x), ctx)
+            return self.model.depth.end(state)
 
     plain = kept_bytes(Middle(), x)
     model.checkpoint_every = 3

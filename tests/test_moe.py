@@ -247,7 +247,8 @@ def test_the_loss_is_there_in_training_alone_and_the_decoder_adds_it() -> None:
     model = Decoder(make_config(balance="loss", balance_rate=0.3)).double()
     tokens = torch.randint(0, 20, (2, 8))
     both = model.loss(tokens)
-    _, losses = model.run(tokens, documents=None, valid=None, cache=None)
+    x = model.embed(tokens)
+    _, losses = model.segments(model.depth.begin(x), model.context(tokens, x.dtype))
     assert len(losses) == 2
     alone = model.eval().loss(tokens)
     assert torch.allclose(both, alone + sum(losses), rtol=0, atol=1e-14)

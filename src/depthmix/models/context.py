@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from depthmix import ops
+from depthmix.models.config import DecoderConfig
 
 
 class Cache(Protocol):
@@ -34,32 +35,38 @@ class Context:
 
 
 def make_context(
-    tokens: Tensor,
+    config: DecoderConfig,
+    positions: Tensor,
+    mask: Tensor | None = None,
+    cache: Cache | None = None,
     *,
-    head_dim: int,
-    theta: float,
     dtype: torch.dtype,
-    documents: Tensor | None,
-    valid: Tensor | None,
-    cache: Cache | None,
 ) -> Context:
-    """See `Decoder.forward` for the arguments."""
+    """The context of tokens at `positions` [B, T]: a part of a decoder can make it without any token's id."""
+    return Context(rotation(positions, config.width, config.rope_theta, dtype), mask, cache)
+
+
+def locate(
+    tokens: Tensor, documents: Tensor | None = None, valid: Tensor | None = None, cache: Cache | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Positions [B, T] and mask [B, 1, T, S] of tokens. See `Decoder.forward` for the arguments."""
     for name, tensor in (("documents", documents), ("valid", valid)):
         if tensor is not None and tensor.shape != tokens.shape:
             got, want = list(tensor.shape), list(tokens.shape)
             raise ValueError(f"{name} has shape {got}; expected that of the tokens, {want}")
-    if cache is not None:
-        if documents is not None:
-            raise ValueError("documents and a cache; expected packed documents in training only")
-        positions, mask = cache.place(tokens, valid)
-    else:
-        positions, mask = positions_of(tokens, documents, valid), mask_of(tokens, documents, valid)
-    return Context(rotation(positions, head_dim, theta, dtype), mask, cache)
+    if cache is None:
+        shape, device = tokens.shape, tokens.device
+        return positions_of(shape, device, documents, valid), mask_of(shape, device, documents, valid)
+    if documents is not None:
+        raise ValueError("documents and a cache; expected packed documents in training only")
+    return cache.place(tokens, valid)
 
 
-def positions_of(tokens: Tensor, documents: Tensor | None, valid: Tensor | None) -> Tensor:
+def positions_of(
+    shape: torch.Size, device: torch.device, documents: Tensor | None = None, valid: Tensor | None = None
+) -> Tensor:
     """[B, T], from 0 at the first token of each document; padding does not count."""
-    count = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    count = torch.arange(shape[1], device=device).expand(shape)
     if documents is not None:
         begins = torch.ones_like(documents, dtype=torch.bool)
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -67,17 +74,18 @@ def positions_of(tokens: Tensor, documents: Tensor | None, valid: Tensor | None)
     return count if valid is None else (valid.long().cumsum(-1) - 1).clamp(min=0)
 
 
-def mask_of(tokens: Tensor, documents: Tensor | None, valid: Tensor | None) -> Tensor | None:
+def mask_of(
+    shape: torch.Size, device: torch.device, documents: Tensor | None = None, valid: Tensor | None = None
+) -> Tensor | None:
     """Causal, within a document, not to padding; a token always sees itself, so that no row is empty."""
     if documents is None and valid is None:
         return None
-    n = tokens.shape[1]
-    sees = torch.ones(n, n, dtype=torch.bool, device=tokens.device).tril()[None]
+    sees = torch.ones(shape[1], shape[1], dtype=torch.bool, device=device).tril()[None]
     if documents is not None:
         sees = sees & (documents[:, :, None] == documents[:, None, :])
     if valid is not None:
         sees = sees & valid[:, None, :].bool()
-    itself = torch.eye(n, dtype=torch.bool, device=tokens.device)
+    itself = torch.eye(shape[1], dtype=torch.bool, device=device)
     return (sees | itself)[:, None]
 
 

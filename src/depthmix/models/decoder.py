@@ -5,7 +5,6 @@ Axes: B batch, T token, D channel, V vocabulary.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from depthmix.mechanisms import DepthStack, KVStack, State
 from depthmix.mechanisms.record import Recorded
 from depthmix.models.attention import Attention
 from depthmix.models.config import DecoderConfig
-from depthmix.models.context import Cache, Context, make_context
+from depthmix.models.context import Cache, Context, locate, make_context
 from depthmix.models.init import initialise
 from depthmix.models.mlp import MLP
 from depthmix.models.moe import MixtureOfExperts
@@ -41,6 +40,7 @@ class Decoder(Recorded):
             raise TypeError(f"Decoder got a {type(config).__name__}; expected a DecoderConfig")
         self.config = config
         self.checkpoint_every: int | None = None
+        self.layer_order = config.layer_order
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         mlp = MLP if config.moe is None else MixtureOfExperts
         pairs = ((Attention(config), mlp(config)) for _ in range(config.layers))
@@ -58,19 +58,11 @@ class Decoder(Recorded):
         initialise(self)
 
     def record(self) -> dict[str, Any]:
-        """Of the value mixers: the other one has its own."""
+        """Options of the value mixers; `depth` records those of its mechanism."""
         if self.config.kv_mixer is None:
             return {"kv_mixer": None}
         config, sizes = self.config.mixers()["kv_mixer"]
         return {"kv_mixer": self.config.kv_mixer.name, **config.function(**sizes)}
-
-    def executions(self) -> list[Any]:
-        """The sublayers as they run, each with what belongs to this execution: (h, kv, ctx) -> (y, kv, aux)."""
-        found: list[Any] = []
-        for slot, layer in enumerate(self.config.layer_order):
-            mixer = self.kv_mixers[slot] if len(self.kv_mixers) else None
-            found += [partial(self.sublayers[2 * layer], mixer=mixer, slot=slot), self.sublayers[2 * layer + 1]]
-        return found
 
     def forward(
         self,
@@ -90,51 +82,71 @@ class Decoder(Recorded):
             cache: keys and values of earlier tokens, from `depthmix.inference`; it grows by these.
             last_only: logits of the last token alone, [B, 1, V].
         """
-        return self.run(tokens, documents=documents, valid=valid, cache=cache, last_only=last_only)[0]
+        x = self.embed(checked_tokens(tokens, self.config.vocab_size))
+        ctx = self.context(tokens, x.dtype, documents, valid, cache)
+        state, _ = self.segments(self.depth.begin(x), ctx)
+        h = self.depth.end(state)
+        return self.logits(self.norm(h[:, -1:] if last_only else h))
 
-    def run(self, tokens: Tensor, *, last_only: bool = False, **shared: Any) -> tuple[Tensor, list[Tensor]]:
-        """`forward`, and the auxiliary losses of its sublayers."""
-        check_tokens(tokens, self.config.vocab_size)
-        config = self.config
-        x = self.embed(tokens)
-        ctx = make_context(tokens, head_dim=config.width, theta=config.rope_theta, dtype=x.dtype, **shared)
-        h, losses = self.mixed(x, ctx)
-        h = self.norm(h[:, -1:] if last_only else h)
-        return nn.functional.linear(h, self.embed.weight if self.head is None else self.head.weight), losses
+    def loss(self, tokens: Tensor, *, documents: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
+        """Mean loss of the next token, within each document, with the auxiliary losses of its sublayers."""
+        x = self.embed(checked_tokens(tokens, self.config.vocab_size))
+        ctx = self.context(tokens, x.dtype, documents, valid)
+        state, auxiliary = self.segments(self.depth.begin(x), ctx)
+        logits = self.logits(self.norm(self.depth.end(state)))
+        losses, counts = next_token_losses(logits, tokens, documents, valid)
+        return sum(auxiliary, losses.sum() / counts.sum().clamp(min=1))
 
-    def mixed(self, x: Tensor, ctx: Context) -> tuple[Tensor, list[Tensor]]:
-        """What the head reads of an embedding, and the auxiliary losses of the sublayers."""
-        state, kv = self.depth.begin(x), self.begin_kv()
-        every = self.checkpoint_every
+    def context(
+        self,
+        tokens: Tensor,
+        dtype: torch.dtype,
+        documents: Tensor | None = None,
+        valid: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Context:
+        """What all sublayers share. Of the tokens it uses the shape and the device, not the ids."""
+        positions, mask = locate(tokens, documents, valid, cache)
+        return make_context(self.config, positions, mask, cache, dtype=dtype)
+
+    def segments(self, state: State, ctx: Context) -> tuple[State, list[Tensor]]:
+        """All sublayers, from the state before the first to that before the output; and their auxiliary losses."""
+        depth, every = self.config.depth, self.checkpoint_every
+        kv = self.kv_mixers.begin() if isinstance(self.kv_mixers, KVStack) else ()
         if every is None or not torch.is_grad_enabled():
-            state, kv, losses = self.segment(0, self.config.depth, state, kv, ctx)
-        else:
-            losses = []
-            for lo in range(0, self.config.depth, every):
-                hi = min(lo + every, self.config.depth)
-                state = state[: self.depth.spec(lo).essential]
-                state, kv, added = checkpoint(self.segment, lo, hi, state, kv, ctx, use_reentrant=False)
-                losses += added
-        return self.depth.end(state), losses
-
-    def begin_kv(self) -> State:
-        return self.kv_mixers.begin() if isinstance(self.kv_mixers, KVStack) else ()
+            state, _, losses = self.segment(0, depth, state, kv, ctx)
+            return state, losses
+        losses = []
+        for lo in range(0, depth, every):
+            essential = state[: self.depth.spec(lo).essential]
+            segment = lo, min(lo + every, depth)
+            state, kv, added = checkpoint(self.segment, *segment, essential, kv, ctx, use_reentrant=False)
+            losses += added
+        return state, losses
 
     def segment(self, lo: int, hi: int, state: State, kv: State, ctx: Context) -> tuple[State, State, list[Tensor]]:
-        """Sublayers lo … hi − 1, in the order of their execution."""
+        """Sublayers lo … hi − 1, counted in the order of their execution; and their auxiliary losses."""
         losses = []
-        for mixer, sublayer in zip([*self.depth][lo:hi], self.executions()[lo:hi], strict=True):
+        for index in range(lo, hi):
+            mixer = self.depth[index]
             h, carry = mixer.read(state)
-            y, kv, aux = sublayer(h, kv, ctx)
+            y, kv, aux = self.sublayer(index, h, kv, ctx)
             state = mixer.write(state, carry, y)
             losses += [] if aux is None else [aux]
         return state, kv, losses
 
-    def loss(self, tokens: Tensor, *, documents: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
-        """Mean loss of the next token, within each document, with the auxiliary losses of its sublayers."""
-        logits, auxiliary = self.run(tokens, documents=documents, valid=valid, cache=None)
-        losses, counts = next_token_losses(logits, tokens, documents, valid)
-        return sum(auxiliary, losses.sum() / counts.sum().clamp(min=1))
+    def sublayer(self, index: int, h: Tensor, kv: State, ctx: Context) -> tuple[Tensor, State, Tensor | None]:
+        """Execution `index`: output, state of the value mixers, auxiliary loss. A layer that is looped has several."""
+        slot, second = divmod(index, 2)
+        module = self.sublayers[2 * self.layer_order[slot] + second]
+        if second:
+            return module(h, kv, ctx)
+        mixer = self.kv_mixers[slot] if len(self.kv_mixers) else None
+        return module(h, kv, ctx, mixer=mixer, slot=slot)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """The head: [B, T, V]."""
+        return nn.functional.linear(h, self.embed.weight if self.head is None else self.head.weight)
 
     def extra_repr(self) -> str:
         return f"{sum(p.numel() for p in self.parameters()):,} parameters"
@@ -154,12 +166,13 @@ def next_token_losses(
     return losses.view_as(target) * counts, counts
 
 
-def check_tokens(tokens: Tensor, vocabulary: int) -> None:
+def checked_tokens(tokens: Tensor, vocabulary: int) -> Tensor:
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32) or tokens.dim() != 2:
         got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise TypeError(f"tokens: got {got}; expected whole numbers [batch, tokens], as int64 or int32")
     if torch.compiler.is_compiling() or tokens.device.type != "cpu" or not tokens.numel():
-        return  # a look at the values would stop a compiler, or wait for the device
+        return tokens  # reading values would stop a compiler, or wait for the device
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocabulary:
         raise ValueError(f"tokens hold {low if low < 0 else high}; expected ids from 0 to {vocabulary - 1}")
+    return tokens
