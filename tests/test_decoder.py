@@ -9,9 +9,11 @@ import torch
 
 import depthmix as dm
 from depthmix.inference import PreallocatedCache
-from depthmix.models import next_token_losses
+from depthmix.models import Decoder, counting, next_token_losses
+from depthmix.models.decoder import empty_decoder
 from depthmix.models.init import TABLE
-from tests.decoders import FORMS, some_tokens, tiny
+from depthmix.training import flops_per_token
+from tests.decoders import FORMS, some_tokens, tiny, tiny_config
 
 DOCUMENTS = [5, 1, 4, 3]  # lengths of the documents that are packed into one row
 
@@ -174,3 +176,38 @@ def test_a_segment_of_activations_is_made_again_and_costs_less_memory() -> None:
     plain = kept_bytes(Middle(), x)
     model.checkpoint_every = 3
     assert kept_bytes(Middle(), x) < plain / 3
+
+
+def test_weights_by_seed_are_drawn_once_and_do_not_depend_on_torchs_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config("moe", mixer="mhc", kv_mixer="value_residual")
+    drawn: list[int] = []
+    for draw in (torch.Tensor.normal_, torch.Tensor.uniform_):
+
+        def counted(self: Any, *given: Any, draw: Any = draw, **named: Any) -> torch.Tensor:
+            drawn.extend([] if self.is_meta else [self.data_ptr()])
+            return draw(self, *given, **named)
+
+        monkeypatch.setattr(torch.Tensor, draw.__name__, counted)
+    starts = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = empty_decoder(config)
+        model.reset_parameters(seed=5)
+        starts.append(model.state_dict())
+        own = {p.data_ptr() for n, p in model.named_parameters() if not n.startswith(("depth.", "kv_mixers."))}
+        matrices = [each for each in drawn if each in own]
+        assert len(matrices) == len(set(matrices)) > 10
+        drawn.clear()
+    for name in starts[0]:
+        assert torch.equal(starts[0][name], starts[1][name]), name
+
+
+def test_a_configuration_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    monkeypatch.setattr(counting, "Decoder", lambda config: built.append(config) or Decoder(config))
+    for std in (0.011, 0.012, 0.011):
+        config = tiny_config("looped", init_std=std, mixer={"name": "block_attnres", "num_blocks": 2})
+        counting.count_parameters(config)
+        flops_per_token(config, 16)
+        flops_per_token(config, 32)
+    assert [config.init_std for config in built] == [0.011, 0.012]

@@ -17,9 +17,9 @@ from torch import Tensor
 
 import depthmix as dm
 from depthmix.mechanisms import Site, kv_mechanism
+from depthmix.models import count_parameters, preset
 from depthmix.models.attention import rotate
 from depthmix.models.context import rotation
-from depthmix.models.presets import count_parameters, preset
 from tests.cases import label
 from tests.reference import depth_attention as reference_depth_attention
 from tests.reference import value_residual as reference_value_residual

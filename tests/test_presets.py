@@ -10,8 +10,9 @@ import torch
 
 from depthmix.cli import main
 from depthmix.models.config import DecoderConfig
+from depthmix.models.counting import Counts, count_parameters
 from depthmix.models.decoder import Decoder
-from depthmix.models.presets import PRESETS, Counts, count_parameters, preset
+from depthmix.models.presets import PRESETS, preset
 from tests.reference import decoder as reference_decoder
 
 # name: width, MLP, layers, query heads, key-value heads, stride (Depth-Attention, the table of models)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from depthmix.models.init import seed_of
 from depthmix.training import TrainConfig, loop, ranks
-from depthmix.training.build import seed_of
 from tests.runs import tiny_run
 
 Seen = list[tuple[int, float, Tensor]]

@@ -60,7 +60,12 @@ def test_the_digest_is_of_what_decides_the_result(tmp_path: Path) -> None:
     [
         ("optimizer.rate", "1", "unknown key 'optimizer.rate'"),
         ("nothing.lr", "1", "has no 'nothing'"),
-        ("lr", "1", r"unknown key 'lr'\. Did you mean optimizer\.lr\?"),
+        ("lr", "1", r"unknown key 'lr'\. Did you mean 'optimizer\.lr'\?"),
+        (
+            "optimizer.weight_decy",
+            "1",
+            r"Did you mean 'optimizer\.weight_decay'\?",
+        ),
         ("optimizer.lr", "fast", "expected a finite number"),
         ("run.steps", "1.5", "expected a whole number"),
         ("run.precision", "float8", "expected one of 'float32', 'bfloat16'"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import warnings
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from depthmix.mechanisms.base import DepthMixer, KVMixer
+from depthmix.support.checks import closest, did_you_mean
 
 MechanismKind: TypeAlias = Literal["depth", "kv"]
 ENTRY_POINTS = "depthmix.mechanisms"
@@ -95,7 +95,7 @@ def kv_mechanism(name: str) -> type[KVMixer]:
 def name_of(cls: type) -> str:
     """The name of a class: the registered one, if it has one."""
     where = f"{cls.__module__}:{cls.__qualname__}"
-    return next((name for name, place in (DEPTH | KV).items() if place == where), cls.__name__)
+    return next((name for name, target in (DEPTH | KV).items() if target == where), cls.__name__)
 
 
 def is_kv(name: str) -> bool:
@@ -109,11 +109,10 @@ def find(name: str, kind: MechanismKind) -> type:
     if cls is None:
         known, _ = survey(kind)
         others, _ = survey("kv" if kind == "depth" else "depth")
-        close = difflib.get_close_matches(str(name), [*known, *others], 1)
-        hint = f"Did you mean {close[0]!r}? " if close else ""
-        if close and close[0] in others:
+        hint, meant = did_you_mean(name, [*known, *others]), closest(name, [*known, *others])
+        if meant in others:
             what, where = HOME["kv" if kind == "depth" else "depth"]
-            hint = f"Did you mean {close[0]!r}, {what}? {where.format(close[0])}. "
+            hint = f"Did you mean {meant!r}, {what}? {where.format(meant)}. "
         raise ValueError(f"unknown mechanism {name!r}. {hint}Known: {', '.join(known) or 'none'}")
     if kind_of(cls) != kind:
         what, where = HOME[kind_of(cls)]

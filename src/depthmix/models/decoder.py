@@ -45,17 +45,14 @@ class Decoder(Recorded):
         mlp = MLP if config.moe is None else MixtureOfExperts
         pairs = ((Attention(config), mlp(config)) for _ in range(config.layers))
         self.sublayers = nn.ModuleList(sublayer for pair in pairs for sublayer in pair)
-        mixer = config.mixer
-        self.depth = DepthStack(mixer.name, dim=config.dim, depth=config.depth, kinds=config.kinds, **mixer.options)
-        self.kv_mixers: KVStack | nn.ModuleList = nn.ModuleList()
-        if (kv := config.kv_mixer) is not None:
-            self.kv_mixers = KVStack(kv.name, head_dim=config.width, order=config.layer_order, **kv.options)
+        self.depth, self.kv_mixers = make_mixers(config)
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        initialise(self)
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Give every parameter its start: drawn from torch's generator or, with a seed, by (seed, its name)."""
+        initialise(self, seed)
 
     def record(self) -> dict[str, Any]:
         """Options of the value mixers; `depth` records those of its mechanism."""
@@ -150,6 +147,28 @@ class Decoder(Recorded):
 
     def extra_repr(self) -> str:
         return f"{sum(p.numel() for p in self.parameters()):,} parameters"
+
+
+def make_mixers(config: DecoderConfig) -> tuple[DepthStack, KVStack | nn.ModuleList]:
+    mixer, kv_mixer = config.mixer, config.kv_mixer
+    depth = DepthStack(mixer.name, dim=config.dim, depth=config.depth, kinds=config.kinds, **mixer.options)
+    if kv_mixer is None:
+        return depth, nn.ModuleList()
+    return depth, KVStack(kv_mixer.name, head_dim=config.width, order=config.layer_order, **kv_mixer.options)
+
+
+def empty_decoder(config: DecoderConfig) -> Decoder:
+    """A decoder on the CPU whose own parameters have no values yet: for `reset_parameters`, which draws them once.
+
+    Its mixers are complete: a plug-in may make more than parameters when it is built.
+    """
+    with torch.device("meta"):
+        model = Decoder(config)
+    model.depth, model.kv_mixers = make_mixers(config)
+    for part in (model.embed, model.sublayers, model.norm, model.head):
+        if part is not None:
+            part.to_empty(device="cpu")
+    return model
 
 
 def next_token_losses(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from depthmix.mechanisms import DepthMixer, KVMixer
     from depthmix.models.decoder import Decoder
 
 NORMAL = "normal, with the configuration's init_std"
@@ -22,17 +25,42 @@ TABLE: tuple[tuple[str, str], ...] = (
 
 
 @torch.no_grad()
-def initialise(model: Decoder) -> None:
-    model.depth.reset_parameters()
-    for mixer in model.kv_mixers:
-        mixer.reset_parameters()  # type: ignore[operator]
+def initialise(model: Decoder, seed: int | None = None) -> None:
+    """Give every parameter its start, drawn from torch's generator or, with a seed, by (seed, its name).
+
+    By name two decoders with the same seed share what they have in common, whatever else they hold. Such weights are
+    drawn on the CPU.
+    """
+    for name, mixer in named_mixers(model):
+        if seed is not None:
+            torch.manual_seed(seed_of(seed, "mixer", name, type(mixer).__name__))
+        mixer.reset_parameters()
     for name, parameter in model.named_parameters():
         if name.startswith(("depth.", "kv_mixers.")):
             continue
-        start = next((start for pattern, start in TABLE if re.fullmatch(pattern, name)), None)
-        if start is None:
-            raise ValueError(f"{name} has no line in the table of initialisation, models/init.py")
+        start = start_of(name)
         if start == NORMAL:
-            parameter.normal_(std=model.config.init_std)
+            generator = None if seed is None else torch.Generator().manual_seed(seed_of(seed, name))
+            parameter.normal_(std=model.config.init_std, generator=generator)
         else:
             parameter.fill_(float(start))
+
+
+def named_mixers(model: Decoder) -> Iterator[tuple[str, DepthMixer | KVMixer]]:
+    """Mixers of both kinds: "0", "1", … "out", then "0", "1", … of the attentions."""
+    yield from model.depth.mixers.named_children()  # type: ignore[misc]
+    assert model.depth.out is not None
+    yield "out", model.depth.out
+    yield from model.kv_mixers.named_children()  # type: ignore[misc]
+
+
+def start_of(name: str) -> str:
+    for pattern, start in TABLE:
+        if re.fullmatch(pattern, name):
+            return start
+    raise ValueError(f"{name} has no line in the table of initialisation, models/init.py")
+
+
+def seed_of(*words: object) -> int:
+    """A seed from a few words, the same everywhere."""
+    return int.from_bytes(hashlib.sha256("/".join(map(str, words)).encode()).digest()[:7], "big")

@@ -1,18 +1,11 @@
-"""Decoders by name, in the sizes of the papers, and what they count."""
+"""Decoders by name, in the sizes of the papers."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from depthmix.models.config import DecoderConfig
-from depthmix.models.decoder import Decoder
-from depthmix.models.moe import MixtureOfExperts
+from depthmix.support.checks import did_you_mean
 
 
 def depth_attention(
@@ -78,44 +71,5 @@ PRESETS: dict[str, dict[str, Any]] = {
 def preset(name: str, **overrides: Any) -> DecoderConfig:
     """The configuration behind a name of `PRESETS`, some of its fields set anew."""
     if name not in PRESETS:
-        close = difflib.get_close_matches(str(name), PRESETS, 1)
-        hint = f"Did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"unknown preset {name!r}. {hint}Known: {', '.join(PRESETS)}")
+        raise ValueError(f"unknown preset {name!r}. {did_you_mean(name, PRESETS)}Known: {', '.join(PRESETS)}")
     return DecoderConfig.from_dict({**PRESETS[name], **overrides})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """Parameters of a decoder; weights that run several times or are tied count once."""
-
-    total: int
-    active: int  # what one token uses: all but the experts that it does not go to
-    active_without_embeddings: int
-    embedding: int  # with the head
-    mixer: int  # of both kinds
-
-
-def count_parameters(config: DecoderConfig) -> Counts:
-    """Counted on a decoder without storage."""
-    with torch.device("meta"):
-        model = Decoder(config)
-    total = count(model.parameters())
-    idle = sum(idle_parameters(module) for module in model.modules() if isinstance(module, MixtureOfExperts))
-    embedding = count(model.embed.parameters()) + (0 if model.head is None else count(model.head.parameters()))
-    return Counts(
-        total=total,
-        active=total - idle,
-        active_without_embeddings=total - idle - embedding,
-        embedding=embedding,
-        mixer=count(model.depth.parameters()) + count(model.kv_mixers.parameters()),
-    )
-
-
-def count(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(parameter.numel() for parameter in parameters)
-
-
-def idle_parameters(layer: MixtureOfExperts) -> int:
-    """Of the experts that a token does not go to."""
-    one_expert = count(weight[0] for weight in (layer.gate_proj, layer.up_proj, layer.down_proj))  # type: ignore[misc]
-    return one_expert * (layer.config.experts - layer.config.active)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import math
 import os
 import types
 import typing
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -33,6 +35,19 @@ def split_pair(text: str, example: str) -> tuple[str, str]:
     if not sign or not key.strip():
         raise ValueError(f"{text!r}; expected KEY=VALUE, such as {example}")
     return key.strip(), value.strip()
+
+
+def closest(word: object, known: Iterable[str]) -> str | None:
+    """The known word that was probably meant: one whose last part is the word itself, or one that is spelled alike."""
+    names = list(known)
+    dotted = [name for name in names if name.endswith(f".{word}")]
+    return next(iter(dotted or difflib.get_close_matches(str(word), names, 1)), None)
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """A sentence for an error about an unknown word, with a space behind it; empty where no known word is near."""
+    meant = closest(word, known)
+    return "" if meant is None else f"Did you mean {meant!r}? "
 
 
 def user_path(text: str | os.PathLike[str]) -> Path:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,18 +13,13 @@ import torch
 from depthmix.data.corpus import Corpus, prepare
 from depthmix.mechanisms.record import with_records
 from depthmix.models import Decoder, count_parameters, load_model, save_model
-from depthmix.models.init import NORMAL, TABLE
+from depthmix.models.decoder import empty_decoder
 from depthmix.support.checks import check_device, check_memory, user_path
 from depthmix.support.files import format_of, read_object
 from depthmix.training import checkpoint, ranks
 from depthmix.training.config import DataConfig, TrainConfig
 
 RESULT_AGAIN = "Remove it, and `depthmix train` makes it again from the newest checkpoint"
-
-
-def seed_of(*words: object) -> int:
-    """A seed from a few words, the same everywhere."""
-    return int.from_bytes(hashlib.sha256("/".join(map(str, words)).encode()).digest()[:7], "big")
 
 
 def open_corpus(data: DataConfig) -> Corpus:
@@ -46,17 +39,16 @@ def check_tokens(corpus: Corpus, digest: str, folder: Path) -> None:
 
 def check_apart(data: DataConfig, folder: Path) -> None:
     """What a run writes must not become text to train on."""
-    source, place = user_path(data.source), folder.resolve()
-    if data.source != "stdlib" and source.is_dir() and source.resolve() in (place, *place.parents):
+    source, target = user_path(data.source), folder.resolve()
+    if data.source != "stdlib" and source.is_dir() and source.resolve() in (target, *target.parents):
         raise ValueError(
             f"folder={folder} lies inside data.source={data.source}, and what is written there would be read as text. "
             "Choose a folder outside of it"
         )
 
 
-@torch.no_grad()
 def initial_model(config: TrainConfig) -> Decoder:
-    """Every parameter is drawn by (seed, its own name): arms of a comparison share what they have in common."""
+    """Every parameter is drawn by (seed, its name): arms of a comparison share what they have in common."""
     size = count_parameters(config.model).total
     copies = 3 if config.run.device == "cpu" else 1  # on the way to another device only the weights are here
     check_memory(
@@ -64,18 +56,8 @@ def initial_model(config: TrainConfig) -> Decoder:
         4.0 * copies * size,
         "Choose a smaller depth, model.dim or model.vocab_size",
     )
-    model, seed = Decoder(config.model), config.run.seed
-    for name, mixer in (
-        *model.depth.mixers.named_children(),
-        ("out", model.depth.out),
-        *model.kv_mixers.named_children(),
-    ):
-        torch.manual_seed(seed_of(seed, "mixer", name, type(mixer).__name__))
-        mixer.reset_parameters()  # type: ignore[operator, union-attr]
-    for name, parameter in model.named_parameters():
-        start = next((start for pattern, start in TABLE if re.fullmatch(pattern, name)), None)
-        if start == NORMAL:
-            parameter.normal_(std=config.model.init_std, generator=torch.Generator().manual_seed(seed_of(seed, name)))
+    model = empty_decoder(config.model)
+    model.reset_parameters(seed=config.run.seed)
     return model.train()
 
 
@@ -115,12 +97,13 @@ def open_run(folder: Path, device: torch.device | str) -> tuple[Decoder, str]:
         format_of(result, folder / "result.json")
         return load_model(folder / "final", device=device), result["data_digest"]
     config = read_config(folder)
-    found = checkpoint.latest(folder / "checkpoints")
-    if found is None:
+    newest = checkpoint.latest(folder / "checkpoints")
+    if newest is None:
         raise FileNotFoundError(f"{folder} has neither a final model nor a checkpoint; expected a run that has begun")
     model = Decoder(config.model)
-    model.load_state_dict(with_records(model, found[1]["model"]))
-    return model.to(check_device(str(device))).eval(), found[1]["corpus"]
+    _, state = newest
+    model.load_state_dict(with_records(model, state["model"]))
+    return model.to(check_device(str(device))).eval(), state["corpus"]
 
 
 def read_config(folder: str | os.PathLike[str]) -> TrainConfig:

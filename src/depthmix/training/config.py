@@ -15,7 +15,7 @@ from typing import Any, Literal, get_type_hints
 from depthmix.data.tokenizers import Bytes, count_ids, full_name
 from depthmix.mechanisms import is_kv, kv_mechanism, mechanism
 from depthmix.models import DecoderConfig, count_parameters
-from depthmix.support.checks import check_fields, check_positive, check_range, parse_value, user_path
+from depthmix.support.checks import check_fields, check_positive, check_range, did_you_mean, parse_value, user_path
 from depthmix.support.files import FORMAT, format_of, parse_toml, read_text, toml_lines
 
 # What may change from one start to the next: none of it touches the weights or the measured losses of a run that goes
@@ -311,8 +311,9 @@ def override(config: TrainConfig, key: str, value: Any) -> TrainConfig:
         place = place[name]
     fixed = path[:2] not in (["model", "mixer"], ["model", "kv_mixer"], ["model", "moe"], ["model", "loop"])
     if not isinstance(place, dict) or (fixed and path[-1] not in place):
-        same = [whole for whole, _ in leaves(config.to_dict()) if whole.endswith(f".{path[-1]}")]
-        raise ValueError(f"unknown key {key!r}. {f'Did you mean {same[0]}? ' if same else ''}{known(place)}")
+        keys = [whole for whole, _ in leaves(config.to_dict())]
+        hint = did_you_mean(path[-1], keys) or did_you_mean(".".join(path), keys)
+        raise ValueError(f"unknown key {key!r}. {hint}{known(place)}")
     if not fixed and path[1] in ("mixer", "kv_mixer") and len(path) == 3:
         drop_excluded(place, path[1], path[2], parse_value(value))
     problem: Exception | None = None

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
-from depthmix.models import Decoder, DecoderConfig
-from depthmix.models.moe import MixtureOfExperts
-from depthmix.models.presets import count, idle_parameters
+from depthmix.models import DecoderConfig
+from depthmix.models.counting import count_multiplied
 
 
 def flops_per_token(config: DecoderConfig, tokens_per_row: int) -> int:
@@ -16,13 +13,5 @@ def flops_per_token(config: DecoderConfig, tokens_per_row: int) -> int:
     4 · heads · width FLOPs forward for each of the (T + 1) / 2 tokens that one sees on average, and three times that
     with the backward pass. Of a mechanism its parameters count; what it reads without parameters is left out.
     """
-    with torch.device("meta"):
-        model = Decoder(config)
-    used = count(model.depth.parameters()) + count(model.kv_mixers.parameters()) + count(model.norm.parameters())
-    used += model.embed.weight.numel()  # of the head, which has the shape of the table
-    for layer in config.layer_order:
-        for sublayer in model.sublayers[2 * layer : 2 * layer + 2]:
-            used += count(sublayer.parameters())
-            used -= idle_parameters(sublayer) if isinstance(sublayer, MixtureOfExperts) else 0
     attention = 6 * config.heads * config.width * (tokens_per_row + 1) * len(config.layer_order)
-    return 6 * used + attention
+    return 6 * count_multiplied(config) + attention

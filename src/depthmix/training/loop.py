@@ -23,11 +23,12 @@ from torch import Tensor
 
 from depthmix.data import Batches, Corpus, validation_batches
 from depthmix.models import Decoder, count_parameters, update_balance
+from depthmix.models.init import seed_of
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.support.checks import check_device
 from depthmix.support.files import FORMAT
 from depthmix.training import checkpoint, metrics, ranks
-from depthmix.training.build import check_apart, check_tokens, export, initial_model, open_corpus, seed_of
+from depthmix.training.build import check_apart, check_tokens, export, initial_model, open_corpus
 from depthmix.training.config import TrainConfig
 from depthmix.training.flops import flops_per_token
 from depthmix.training.folder import CONFIG, Result, check_same, claimed, finished, stopping, write_result
