@@ -1,11 +1,14 @@
-"""Mechanisms of depth mixing: one file a paper, behind the protocol of `base`."""
+"""Mechanisms of depth mixing: one file per paper, behind the protocol of `base`."""
 
 from importlib import import_module
 from types import ModuleType
 
 from depthmix.mechanisms.base import DepthMixer, Facts, KVMixer, MixerConfig, Site, State, StateSpec, option
+from depthmix.mechanisms.kv_stack import KVStack
+from depthmix.mechanisms.make import make_config
+from depthmix.mechanisms.optimiser_groups import param_groups
 from depthmix.mechanisms.registry import DEPTH, KV, PluginError, is_kv, kv_mechanism, list_mechanisms, mechanism
-from depthmix.mechanisms.stack import BoundStack, DepthStack, KVStack, make_config, param_groups
+from depthmix.mechanisms.stack import BoundStack, DepthStack
 
 __all__ = [
     "BoundStack",

@@ -18,110 +18,33 @@ Axes: ... any leading shape (batch, token), D channel, M stream. A state is a pl
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from depthmix.support.checks import check_option
+from depthmix.mechanisms import state as state_checks
+from depthmix.mechanisms.options import Facts, MixerConfig, PreNorm, option, rank_cap
+from depthmix.mechanisms.state import Coeff, Kind, Site, State, StateSpec
 
-State: TypeAlias = tuple[Tensor, ...]
-Coeff: TypeAlias = Any  # a tensor, or a (named) tuple of tensors, with the leading shape of the state
-Kind: TypeAlias = Literal["attn", "mlp", "out"]
-PreNorm: TypeAlias = Literal["exact", "up to scale", "no"]
+__all__ = [  # all that the file of a mechanism needs
+    "Coeff",
+    "DepthMixer",
+    "Facts",
+    "KVMixer",
+    "Kind",
+    "MixerConfig",
+    "PreNorm",
+    "Site",
+    "State",
+    "StateSpec",
+    "option",
+    "rank_cap",
+]
+
 MOST_DIM, MOST_DEPTH, MOST_ELEMENTS = 2**20, 2**14, 2**40  # of a stream, of a stack, of one parameter
-
-
-@dataclass(frozen=True)
-class Site:
-    """A place where a mechanism reads: before sublayer `index` (from 0), or before the head (`index == depth`)."""
-
-    index: int
-    depth: int
-    dim: int
-    kind: Kind
-    is_first: bool = dataclasses.field(init=False)  # it can read the embedding only: no read-side parameters
-    is_out: bool = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        # Flags and not comparisons in `forward`: a compiler would guard on every layer's own index.
-        object.__setattr__(self, "is_first", self.index == 0)
-        object.__setattr__(self, "is_out", self.index == self.depth)
-
-
-@dataclass(frozen=True)
-class StateSpec:
-    """What is alive before a site, so that a pipeline can size its buffers and send only what is new.
-
-    shapes: trailing dimensions of each tensor, after the leading ones.
-    essential: how many of them (the first ones) are needed; the others can be made again.
-    sealed: how many leading ones never change again.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    essential: int
-    sealed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What a mechanism says of itself for given options, width and depth. `verify` measures all but the traffic."""
-
-    preserves_prenorm: PreNorm
-    rank: int | None  # semiseparable rank that generic coefficients reach or stay below; None: operator-valued
-    parameters: int
-    reads: float  # elements read per token and sublayer, the sublayer's own excluded; counted, not measured
-    writes: float
-    two_phase: bool = False  # reads of several sites share a pass over finished sources
-    row_sums: tuple[float, ...] | None = None  # of M, where they do not depend on the parameters
-    note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixerConfig:
-    """Options of a mechanism. Values are checked against the annotations when it is built.
-
-    starts: options that decide how parameters start and nothing after that.
-    either: groups of options of which at most one is given; setting one drops the others.
-    """
-
-    starts: ClassVar[frozenset[str]] = frozenset()
-    either: ClassVar[tuple[tuple[str, ...], ...]] = ()
-
-    def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
-        for field in dataclasses.fields(self):
-            check_option(field.name, getattr(self, field.name), hints[field.name])
-
-    def check(self, *, dim: int, depth: int) -> None:
-        """Raise ValueError where an option does not fit the width or the depth."""
-
-    def resolved(self, *, dim: int, depth: int) -> dict[str, Any]:
-        """Every option, as files hold it: a default that follows from width or depth as the value that it has here."""
-        return dataclasses.asdict(self)
-
-    def canonical(self, *, dim: int, depth: int) -> dict[str, Any]:
-        """Every option, equal for equal mechanisms, however they were asked for."""
-        return self.resolved(dim=dim, depth=depth)
-
-    def function(self, *, dim: int, depth: int) -> dict[str, Any]:
-        """The options that decide what given parameters compute."""
-        return {k: v for k, v in self.canonical(dim=dim, depth=depth).items() if k not in self.starts}
-
-
-def option(default: Any, meaning: str) -> Any:
-    """A field of a mechanism's options, with the words that `depthmix show` prints for it."""
-    return dataclasses.field(default=default, metadata={"meaning": meaning})
-
-
-def rank_cap(depth: int) -> int:
-    """The largest semiseparable rank that a lower-triangular matrix of depth + 1 rows can have."""
-    return (depth + 2) // 2
 
 
 class DepthMixer(nn.Module):
@@ -167,7 +90,7 @@ class DepthMixer(nn.Module):
         """Give every parameter its start. Called at construction, and by users after `to_empty`."""
 
     def bind(self, following: Sequence[DepthMixer]) -> None:
-        """Learn which sites follow, this one first, as far as they are here; a slice binds the sites that it has."""
+        """Learn which sites follow, this one first: those held by this stack or slice."""
 
     # The linear maps and what decides them.
 
@@ -176,7 +99,7 @@ class DepthMixer(nn.Module):
         return (x,)
 
     def coeff(self, state: State) -> Coeff:
-        """Weights, gates, matrices: whatever depends on activations in another than linear way."""
+        """Weights, gates, matrices: whatever depends on activations non-linearly."""
         return None
 
     def combine(self, state: State, c: Coeff) -> Tensor:
@@ -216,46 +139,12 @@ class DepthMixer(nn.Module):
         return self.write(state, carry, f(h))
 
     def check_state(self, state: State) -> None:
-        """Refuse the state of another site, and tensors that do not belong together: sums would broadcast silently."""
-        self.check_length(state)
-        first, want = state[0], self.expects.shapes
-        lead = first.shape[: max(0, first.dim() - len(want[0]))]
-        for i, (tensor, shape) in enumerate(zip(state, want, strict=False)):
-            # A derived number per token, such as a log-sum-exp, is as wide as an accumulator.
-            dtype = first.dtype if shape else torch.promote_types(first.dtype, torch.float32)
-            if tensor.shape != lead + shape or tensor.dtype != dtype or tensor.device != first.device:
-                raise ValueError(
-                    f"site {self.site.index} got a state with tensor {i} {tensor.dtype} of shape {list(tensor.shape)} "
-                    f"on {tensor.device}; expected {dtype} of shape {[*lead, *shape]} on {first.device}, "
-                    "to go with tensor 0"
-                )
-
-    def check_length(self, state: State) -> None:
-        if not isinstance(state, tuple):
-            got = type(state).__name__
-            raise TypeError(f"site {self.site.index} got a {got}; expected a tuple: what `begin` or `write` returned")
-        if not self.expects.essential <= len(state) <= len(self.expects.shapes):
-            raise ValueError(
-                f"site {self.site.index} got a state of {len(state)} tensors; expected {len(self.expects.shapes)}. "
-                "Sites must be read and written in their order, and `spec` must tell what they hold"
-            )
+        """For a `read` of your own: refuse a state that is not this site's."""
+        state_checks.check_state(self.site, self.expects, state)
 
     def checked_output(self, state: State, y: Tensor) -> Tensor:
-        """The sublayer's output in the stream's dtype, or an error where it would broadcast."""
-        self.check_length(state)
-        stream = state[0]
-        shape = stream.shape[: stream.dim() - len(self.expects.shapes[0])] + (self.site.dim,)  # noqa: RUF005
-        if not isinstance(y, Tensor):
-            raise TypeError(
-                f"sublayer {self.site.index} returned a {type(y).__name__}; expected a floating tensor of shape "
-                f"{list(shape)}: take it out of what the module returns"
-            )
-        if y.shape != shape or not y.is_floating_point() or y.device != stream.device:
-            raise ValueError(
-                f"sublayer {self.site.index} returned {y.dtype} of shape {list(y.shape)} on {y.device}; "
-                f"expected a floating tensor of shape {list(shape)} on {stream.device}, as it was given"
-            )
-        return y.to(stream.dtype)
+        """For a `write` of your own: the sublayer's output in the stream's dtype; refuse one that does not fit."""
+        return state_checks.checked_output(self.site, self.expects, state, y)
 
 
 class KVMixer(nn.Module):

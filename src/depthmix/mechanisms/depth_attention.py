@@ -98,8 +98,8 @@ class DepthAttention(KVMixer):
         super().__init__(site, config, order)
         held = config.alive(site.index, order)
         after = config.alive(site.index + 1, order)
-        self.places = [held.index(j) for j in config.reads(site.index, order)]
-        self.kept = [place for place, j in enumerate(held) if j in after]
+        self.read_entries = [held.index(j) for j in config.reads(site.index, order)]
+        self.kept_entries = [entry for entry, j in enumerate(held) if j in after]
         self.is_read = site.index in after
 
     def spec(self, site: Site) -> StateSpec:
@@ -107,9 +107,9 @@ class DepthAttention(KVMixer):
         return StateSpec(((site.dim,),) * count, essential=count, sealed=count)
 
     def coeff(self, q: Tensor, k: Tensor, kv: State) -> Coeff:
-        if not self.places:
+        if not self.read_entries:
             return None
-        keys = [*(kv[2 * place] for place in self.places), k]
+        keys = [*(kv[2 * entry] for entry in self.read_entries), k]
         if self.config.rule == "uniform":
             return ops.wide(k).new_full((*k.shape[:-1], len(keys)), 1 / len(keys))
         pooled = ops.wide(q)
@@ -121,9 +121,9 @@ class DepthAttention(KVMixer):
     def combine(self, v: Tensor, kv: State, c: Coeff) -> Tensor:
         if c is None:
             return v
-        values = [*(kv[2 * place + 1] for place in self.places), v]
+        values = [*(kv[2 * entry + 1] for entry in self.read_entries), v]
         return ops.weighted_sum(values, [w.unsqueeze(-1) for w in c.unbind(-1)])  # (4)
 
     def update(self, k: Tensor, v: Tensor, mixed: Tensor, kv: State) -> State:
-        kept = tuple(tensor for place in self.kept for tensor in kv[2 * place : 2 * place + 2])
+        kept = tuple(tensor for entry in self.kept_entries for tensor in kv[2 * entry : 2 * entry + 2])
         return (*kept, k, mixed) if self.is_read else kept

@@ -75,20 +75,20 @@ def complete(name: str, options: Mapping[str, Any], *, dim: int, depth: int) -> 
                 "into its first line to have the defaults of this version"
             )
         return dict(options)  # of another package, whose defaults are its own affair
-    found = {**DEFAULTS[name], **options}
-    return {**found, **derived(name, found, dim, depth)}
+    chosen = {**DEFAULTS[name], **options}
+    return {**chosen, **derived(name, chosen, dim, depth)}
 
 
-def derived(name: str, found: Mapping[str, Any], dim: int, depth: int) -> dict[str, Any]:
+def derived(name: str, given: Mapping[str, Any], dim: int, depth: int) -> dict[str, Any]:
     """What 0.1.0 made of options that were left to the width or the depth."""
-    if name == "block_attnres" and found["block_sublayers"] is found["num_blocks"] is None:
+    if name == "block_attnres" and given["block_sublayers"] is given["num_blocks"] is None:
         return {"num_blocks": min(8, depth)}
-    if name == "depth_attention" and found["stride"] is found["sources"] is None and found["loop"] == "unrolled":
+    if name == "depth_attention" and given["stride"] is given["sources"] is None and given["loop"] == "unrolled":
         return {"stride": max(1, depth // 2)}
-    if name == "mrla" and found["head_dim"] is None:
+    if name == "mrla" and given["head_dim"] is None:
         return {"head_dim": math.gcd(dim, 32)}
-    if name == "scaled_residual" and found["init"] is None:
+    if name == "scaled_residual" and given["init"] is None:
         blocks = (depth + 1) // 2
         layer_scale = 0.1 if blocks <= 18 else 1e-5 if blocks <= 24 else 1e-6
-        return {"init": 0.0 if found["gate"] == "scalar" else layer_scale}
+        return {"init": 0.0 if given["gate"] == "scalar" else layer_scale}
     return {}

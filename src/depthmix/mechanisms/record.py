@@ -39,11 +39,11 @@ class Recorded(nn.Module):
         """Nothing is set: the options of `state` must be those that are here."""
         if isinstance(state, Tensor) and state.is_meta:
             return
-        there, here = decode(state), json.loads(json.dumps(self.record()))
-        differing = [key for key in {**here, **there} if here.get(key, ABSENT) != there.get(key, ABSENT)]
+        saved, current = decode(state), json.loads(json.dumps(self.record()))
+        differing = [key for key in {**current, **saved} if current.get(key, ABSENT) != saved.get(key, ABSENT)]
         if differing:
             lines = [
-                f"{key} is {there.get(key, ABSENT)!r} there and {here.get(key, ABSENT)!r} here" for key in differing
+                f"{key} is {saved.get(key, ABSENT)!r} there and {current.get(key, ABSENT)!r} here" for key in differing
             ]
             raise ValueError(
                 f"this state dict belongs to another function than this {type(self).__name__} computes: "
@@ -57,12 +57,14 @@ class Recorded(nn.Module):
         What they compute changes, and nobody checks whether that is meant; names and shapes must agree.
         """
         given = {name: tensor for name, tensor in state_dict.items() if not is_record(name)}
-        here = {name: tensor for name, tensor in self.state_dict().items() if not is_record(name)}
-        shapes = [name for name in here.keys() & given.keys() if given[name].shape != here[name].shape]
+        current = {name: tensor for name, tensor in self.state_dict().items() if not is_record(name)}
+        shapes = [name for name in current.keys() & given.keys() if given[name].shape != current[name].shape]
         problems = {
-            "missing": here.keys() - given.keys(),
-            "unknown here": given.keys() - here.keys(),
-            "of another shape": [f"{name} {list(given[name].shape)}, here {list(here[name].shape)}" for name in shapes],
+            "missing": current.keys() - given.keys(),
+            "unknown here": given.keys() - current.keys(),
+            "of another shape": [
+                f"{name} {list(given[name].shape)}, here {list(current[name].shape)}" for name in shapes
+            ],
         }
         lines = [f"{what}: {', '.join(sorted(names)[:3])} ({len(names)})" for what, names in problems.items() if names]
         if lines:
@@ -91,8 +93,8 @@ class Recorded(nn.Module):
 
 def decode(state: Any) -> dict[str, Any]:
     try:
-        found = json.loads(bytes(state.tolist()))
-        number = found.pop("format")
+        options = json.loads(bytes(state.tolist()))
+        number = options.pop("format")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"the record of options in this state dict ({KEY}) is damaged ({type(error).__name__}: {error}). Load the "
@@ -100,7 +102,7 @@ def decode(state: Any) -> dict[str, Any]:
         ) from error
     if number > FORMAT:
         raise ValueError(f"this state dict has format {number}; this version reads {FORMAT}. Install a newer depthmix")
-    return dict(found)
+    return dict(options)
 
 
 def is_record(name: str) -> bool:
@@ -109,5 +111,5 @@ def is_record(name: str) -> bool:
 
 def with_records(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict with the module's own records where it has none: for files that name their options elsewhere."""
-    own = {name: value for name, value in module.state_dict().items() if is_record(name)}
-    return {**own, **state_dict}
+    records = {name: value for name, value in module.state_dict().items() if is_record(name)}
+    return {**records, **state_dict}

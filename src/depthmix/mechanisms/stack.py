@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from depthmix.mechanisms.base import (
-    MOST_DEPTH,
-    MOST_DIM,
-    DepthMixer,
-    Facts,
-    Kind,
-    KVMixer,
-    MixerConfig,
-    Site,
-    State,
-    StateSpec,
-)
+from depthmix.mechanisms.base import DepthMixer, Facts, Kind, Site, State, StateSpec
+from depthmix.mechanisms.make import check_sizes, make_config, make_sites
 from depthmix.mechanisms.record import Recorded
-from depthmix.mechanisms.registry import kv_mechanism, mechanism, name_of, naming_plugin
+from depthmix.mechanisms.registry import mechanism, name_of, naming_plugin
 from depthmix.support.checks import check_range
 
 Sublayers: TypeAlias = Sequence[Any] | nn.ModuleList | nn.Sequential
@@ -211,145 +200,3 @@ class BoundStack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.depth(x, self.sublayers)
         return out
-
-
-class KVStack(nn.Module):
-    """The value mixers of a network's attention layers, one for each execution: for an attention of your own.
-
-    Args:
-        name: a name from `list_mechanisms(kind="kv")`, or a subclass of `KVMixer`.
-        head_dim: channels of a head.
-        depth: number of attention layers N; or
-        order: for layers that run more than once, the layer of each execution, such as (0, 1, 2, 1, 2, 3).
-        options: of the mechanism; `depthmix show NAME` lists them.
-
-    `state = stack.begin()`, then in each attention, after norms and RoPE of its queries and keys and before its cache,
-    `v, state = stack[i].mix(q, k, v, state)`. It iterates over its mixers; state-dict names are `{i}.…`.
-    """
-
-    def __init__(
-        self,
-        name: str | type[KVMixer],
-        *,
-        head_dim: int,
-        depth: int | None = None,
-        order: Sequence[int] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        cls = kv_mechanism(name) if isinstance(name, str) else name
-        if not (isinstance(cls, type) and issubclass(cls, KVMixer)):
-            raise TypeError(
-                f"mechanism {name!r}; expected a name from list_mechanisms(kind='kv') or a subclass of KVMixer"
-            )
-        self.name = name if isinstance(name, str) else cls.__name__
-        if (depth is None) == (order is None):
-            raise ValueError(
-                f"{self.name}: depth={depth} and order={order}; expected one of them: the number of attention layers, "
-                "or the layer of each execution"
-            )
-        if order is None:
-            check_sizes(self.name, depth=depth)
-            order = range(depth or 0)
-        elif not isinstance(order, Sequence) or not all(isinstance(layer, int) for layer in order):
-            raise ValueError(
-                f"{self.name}: order={order!r}; expected the layer of each execution, such as (0, 1, 2, 1, 2, 3)"
-            )
-        self.order, self.head_dim = tuple(order), head_dim
-        check_sizes(self.name, head_dim=head_dim, depth=len(self.order))
-        self.config = make_config(cls, self.name, options, dim=head_dim, depth=len(self.order))
-        with naming_plugin(self.name):
-            for i in range(len(self.order)):
-                self.add_module(str(i), cls(Site(i, len(self.order), head_dim, "attn"), self.config, self.order))
-            self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for mixer in self:
-            mixer.reset_parameters()
-
-    def __iter__(self) -> Iterator[KVMixer]:
-        return iter(self._modules.values())  # type: ignore[arg-type]
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, index: int) -> KVMixer:
-        """The mixer of attention `index`, counted from 0 in the order of execution."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"attention {index}; this stack holds 0 to {len(self) - 1}")
-        return self._modules[str(index)]  # type: ignore[return-value]
-
-    def begin(self) -> State:
-        """The state before the first attention."""
-        return self[0].begin()
-
-    def spec(self, index: int) -> StateSpec:
-        """Shapes alive before attention `index`, after the leading ones [..., K, T]."""
-        check_range("index", index, 0, len(self))
-        return self[0].spec(dataclasses.replace(self[0].site, index=index))
-
-    def extra_repr(self) -> str:
-        return f"{self.name!r}, head_dim={self.head_dim}, depth={len(self)}"
-
-
-def check_sizes(name: str, **sizes: Any) -> None:
-    for what, number in sizes.items():
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise ValueError(f"{name}: {what}={number!r}; expected a whole number")
-        check_range(f"{name}: {what}", number, 1, MOST_DEPTH if what == "depth" else MOST_DIM)
-
-
-def make_sites(dim: int, depth: int, kinds: Sequence[Kind] | None) -> list[Site]:
-    alternating: list[Kind] = ["attn" if i % 2 == 0 else "mlp" for i in range(depth)]
-    kinds = alternating if kinds is None else list(kinds)
-    if len(kinds) != depth or not set(kinds) <= {"attn", "mlp"}:
-        raise ValueError(f"kinds={kinds!r}; expected {depth} times 'attn' or 'mlp', one a sublayer")
-    return [Site(i, depth, dim, kind) for i, kind in enumerate(kinds)]
-
-
-def make_config(
-    cls: type[DepthMixer] | type[KVMixer], name: str, options: Mapping[str, Any], *, dim: int, depth: int
-) -> MixerConfig:
-    with naming_plugin(name, passing=ValueError):
-        known = [field.name for field in dataclasses.fields(cls.Config)]
-        for option in options:
-            if option not in known:
-                close = difflib.get_close_matches(option, known, 1)
-                hint = f"Did you mean {close[0]!r}? " if close else ""
-                raise ValueError(f"{name} has no option {option!r}. {hint}Known: {', '.join(known) or 'none'}")
-        try:
-            config = cls.Config(**options)
-            config.check(dim=dim, depth=depth)
-            return config
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-
-
-def param_groups(stack: DepthStack, *, weight_decay: float = 0.1) -> list[dict[str, Any]]:
-    """Optimiser groups of a stack's parameters, as `torch.optim` takes them.
-
-    Queries, key and norm weights, scales, biases and learned coefficients take no weight decay; projections that make
-    gates, keys or queries out of the stream do. Each group also says under "muon" whether its parameters may go to
-    Muon: a query of shape [1, D] is a matrix by shape only.
-    """
-    if not isinstance(stack, DepthStack):
-        raise TypeError(
-            f"param_groups got a {type(stack).__name__}; expected its DepthStack: "
-            "the groups hold the mixers' parameters and no others"
-        )
-    groups: dict[tuple[bool, bool], dict[str, Any]] = {}
-    for prefix, mixer in stack.named_modules():
-        if not isinstance(mixer, DepthMixer):
-            continue
-        for name, parameter in mixer.named_parameters():
-            decays, muon = name in mixer.takes_decay, name in mixer.takes_muon
-            group = groups.setdefault(
-                (decays, muon),
-                {"params": [], "names": [], "weight_decay": weight_decay if decays else 0.0, "muon": muon},
-            )
-            group["params"].append(parameter)
-            group["names"].append(f"{prefix}.{name}")
-    return list(groups.values())
-
-
-__all__ = ["BoundStack", "DepthStack", "KVStack", "make_config", "param_groups"]

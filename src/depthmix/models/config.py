@@ -25,14 +25,14 @@ class Choice:
         object.__setattr__(self, "options", plain)
 
     @classmethod
-    def of(cls, what: Choice | str | Mapping[str, Any]) -> Choice:
-        if isinstance(what, Choice):
-            return what
-        if isinstance(what, str):
-            return cls(name=what)
-        if isinstance(what, Mapping) and isinstance(what.get("name"), str):
-            return cls(name=what["name"], options={k: v for k, v in what.items() if k != "name"})
-        raise ValueError(f"{what!r}; expected the name of a mechanism, or {{'name': …}} with its options")
+    def of(cls, choice: Choice | str | Mapping[str, Any]) -> Choice:
+        if isinstance(choice, Choice):
+            return choice
+        if isinstance(choice, str):
+            return cls(name=choice)
+        if isinstance(choice, Mapping) and isinstance(choice.get("name"), str):
+            return cls(name=choice["name"], options={k: v for k, v in choice.items() if k != "name"})
+        raise ValueError(f"{choice!r}; expected the name of a mechanism, or {{'name': …}} with its options")
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, **self.options}
@@ -124,13 +124,13 @@ class DecoderConfig:
         self.mixers()
 
     def mixers(self) -> dict[str, tuple[MixerConfig, dict[str, int]]]:
-        """For each child that is there, "mixer" and "kv_mixer": its options, and the width and depth that it has."""
-        found = {}
+        """For each child that is not None, "mixer" and "kv_mixer": its options, and the width and depth that it has."""
+        children = {}
         for child, get in (("mixer", mechanism), ("kv_mixer", kv_mechanism)):
             if (choice := getattr(self, child)) is not None:
                 sizes = self.sizes(child)
-                found[child] = make_config(get(choice.name), choice.name, choice.options, **sizes), sizes
-        return found
+                children[child] = make_config(get(choice.name), choice.name, choice.options, **sizes), sizes
+        return children
 
     def sizes(self, child: str) -> dict[str, int]:
         if child == "mixer":
@@ -176,47 +176,47 @@ class DecoderConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and mappings, as JSON has them."""
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Choice):
                 value = value.to_dict()
-            found[field.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
-        return found
+            fields[field.name] = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+        return fields
 
     def saved(self) -> dict[str, Any]:
         """`to_dict` with every option of the mechanisms: what files hold, so that later defaults do not change it."""
-        found = self.to_dict()
+        fields = self.to_dict()
         for child, (config, sizes) in self.mixers().items():
-            found[child] = {"name": found[child]["name"], **config.resolved(**sizes)}
-        return found
+            fields[child] = {"name": fields[child]["name"], **config.resolved(**sizes)}
+        return fields
 
     def canonical(self) -> dict[str, Any]:
         """`to_dict` with every option of the mechanisms, equal for equal decoders however these were asked for."""
-        found = self.to_dict()
+        fields = self.to_dict()
         for child, (config, sizes) in self.mixers().items():
-            found[child] = {"name": found[child]["name"], **config.canonical(**sizes)}
-        return found
+            fields[child] = {"name": fields[child]["name"], **config.canonical(**sizes)}
+        return fields
 
     def fingerprint(self) -> dict[str, Any]:
         """`canonical` without the options that have the value which was their default in 0.1.0, whatever it is now: the
         digest of a run of that version stays what it was."""
-        found = self.canonical()
+        fields = self.canonical()
         for child, (config, sizes) in self.mixers().items():
-            name = found[child]["name"]
+            name = fields[child]["name"]
             if name in legacy.DEFAULTS:
                 before = type(config)(**legacy.complete(name, {}, **sizes)).canonical(**sizes)
-                found[child] = {k: v for k, v in found[child].items() if k == "name" or v != before[k]}
-        return found
+                fields[child] = {k: v for k, v in fields[child].items() if k == "name" or v != before[k]}
+        return fields
 
     @classmethod
-    def from_saved(cls, found: Mapping[str, Any], number: int) -> DecoderConfig:
+    def from_saved(cls, fields: Mapping[str, Any], number: int) -> DecoderConfig:
         """What a file of format `number` holds; one of format 1 means the defaults of 0.1.0."""
-        bare = cls.from_dict({**found, "mixer": "residual", "kv_mixer": None})
+        bare = cls.from_dict({**fields, "mixer": "residual", "kv_mixer": None})
         children: dict[str, Any] = {}
         for child, get in (("mixer", mechanism), ("kv_mixer", kv_mechanism)):
-            if found.get(child) is not None:
-                choice, sizes = Choice.of(found[child]), bare.sizes(child)
+            if fields.get(child) is not None:
+                choice, sizes = Choice.of(fields[child]), bare.sizes(child)
                 options = legacy.complete(choice.name, choice.options, **sizes) if number == 1 else choice.options
                 make_config(get(choice.name), choice.name, options, **sizes)
                 options = without_defaults(get(choice.name).Config, options, sizes)
@@ -224,25 +224,25 @@ class DecoderConfig:
         return dataclasses.replace(bare, **children)
 
     @classmethod
-    def from_dict(cls, found: Mapping[str, Any]) -> DecoderConfig:
+    def from_dict(cls, given: Mapping[str, Any]) -> DecoderConfig:
         known = {field.name for field in dataclasses.fields(cls)}
-        if extra := sorted(set(found) - known):
+        if extra := sorted(set(given) - known):
             raise ValueError(f"unknown fields {', '.join(extra)}; expected some of {', '.join(sorted(known))}")
         needed = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
-        if missing := sorted(needed - set(found)):
+        if missing := sorted(needed - set(given)):
             raise ValueError(f"fields {', '.join(missing)} are missing")
-        return cls(**found)
+        return cls(**given)
 
 
 def without_defaults(cls: type[MixerConfig], options: Mapping[str, Any], sizes: dict[str, int]) -> Mapping[str, Any]:
     """Options without the values that they have anyway. What follows from the sizes then follows from other sizes where
     these are set, and an option can be set whose default excludes another."""
     for name, value in options.items():
-        less = {key: other for key, other in options.items() if key != name}
+        rest = {key: other for key, other in options.items() if key != name}
         try:
-            anyway = cls(**less).resolved(**sizes)
+            resolved = cls(**rest).resolved(**sizes)
         except TypeError:  # an option without a default
             continue
-        if anyway[name] == value:
-            return without_defaults(cls, less, sizes)
+        if resolved[name] == value:
+            return without_defaults(cls, rest, sizes)
     return options

@@ -36,13 +36,13 @@ def save_model(model: Decoder, directory: StrPath) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     with beside(folder / WEIGHTS) as weights, beside(folder / STAGED) as config:
         save_file(tensors, weights, {"format": "pt"})
-        about = {
+        description = {
             "format": FORMAT,
             "depthmix": version(),
             "model": model.config.saved(),
             "weights": {"file": WEIGHTS, "bytes": weights.stat().st_size, "sha256": digest(weights)},
         }
-        config.write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        config.write_text(json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         for part in (weights, config):
             flush(part)
         config.replace(folder / STAGED)
@@ -95,31 +95,31 @@ def read_config(folder: Path) -> DecoderConfig:
     paths = [folder / name for name in (CONFIG, STAGED) if (folder / name).is_file()]
     problems = []
     for path in paths:
-        about = parse(path)
-        problem = mismatch(folder / WEIGHTS, about["weights"])
+        description = read_description(path)
+        problem = find_mismatch(folder / WEIGHTS, description["weights"])
         if problem is None:
             try:
-                return DecoderConfig.from_saved(about["model"], about["format"])
+                return DecoderConfig.from_saved(description["model"], description["format"])
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{path} describes no decoder of this version: {error}") from error
         problems.append(problem)
     raise ValueError(problems[0])
 
 
-def parse(path: Path) -> dict[str, Any]:
-    about = read_json(path, AGAIN)
-    if not isinstance(about, dict) or "format" not in about:
+def read_description(path: Path) -> dict[str, Any]:
+    description = read_json(path, AGAIN)
+    if not isinstance(description, dict) or "format" not in description:
         raise ValueError(f"{path} has no field 'format'; expected a file that save_model wrote")
-    format_of(about, path)
-    inner: dict[str, type]
-    for field, inner in (("model", {}), ("weights", {"bytes": int, "sha256": str})):
-        found = about.get(field)
-        if not isinstance(found, dict) or not all(isinstance(found.get(key), kind) for key, kind in inner.items()):
+    format_of(description, path)
+    entries: dict[str, type]
+    for field, entries in (("model", {}), ("weights", {"bytes": int, "sha256": str})):
+        part = description.get(field)
+        if not isinstance(part, dict) or not all(isinstance(part.get(key), kind) for key, kind in entries.items()):
             raise ValueError(f"{path} lacks the field {field!r} or a part of it; it is damaged. {AGAIN}")
-    return about
+    return description
 
 
-def mismatch(path: Path, expected: Mapping[str, Any]) -> str | None:
+def find_mismatch(path: Path, expected: Mapping[str, Any]) -> str | None:
     """What is wrong with a weights file, by its size and then its content."""
     size = path.stat().st_size
     if size != expected["bytes"]:
@@ -130,23 +130,23 @@ def mismatch(path: Path, expected: Mapping[str, Any]) -> str | None:
     return None
 
 
-def check_tensors(path: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     missing = [name for name in missing if not is_record(name)]  # not in files of 0.1.0
-    problems = [f"{what}: {some(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
+    problems = [f"{what}: {list_first(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
     wrong = []
-    for name in sorted(expected.keys() & found.keys()):
-        got, want = found[name], expected[name]
+    for name in sorted(expected.keys() & tensors.keys()):
+        got, want = tensors[name], expected[name]
         if got.shape != want.shape and not is_record(name):
             wrong.append(f"{name} has shape {list(got.shape)}, expected {list(want.shape)}")
         elif got.is_floating_point() != want.is_floating_point():
             wrong.append(f"{name} is {got.dtype}, expected {want.dtype}")
     if wrong:
-        problems.append(some(wrong))
+        problems.append(list_first(wrong))
     if problems:
         raise ValueError(f"{path} does not fit its configuration. {'; '.join(problems)}. Nothing was loaded")
 
 
-def some(words: list[str], most: int = 20) -> str:
+def list_first(words: list[str], most: int = 20) -> str:
     more = f" and {len(words) - most} more" if len(words) > most else ""
     return ", ".join(words[:most]) + more

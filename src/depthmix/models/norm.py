@@ -16,5 +16,5 @@ class RMSNorm(nn.RMSNorm):
         if x.dtype == self.weight.dtype:
             return super().forward(x)
         wide = torch.promote_types(x.dtype, self.weight.dtype)
-        found = nn.functional.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps)
-        return found.to(x.dtype)
+        normed = nn.functional.rms_norm(x.to(wide), self.normalized_shape, self.weight.to(wide), self.eps)
+        return normed.to(x.dtype)

@@ -1,0 +1,93 @@
+"""KVStack: one value mixer for each execution of an attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from depthmix.mechanisms.base import KVMixer, Site, State, StateSpec
+from depthmix.mechanisms.make import check_sizes, make_config
+from depthmix.mechanisms.registry import kv_mechanism, naming_plugin
+from depthmix.support.checks import check_range
+
+
+class KVStack(nn.Module):
+    """The value mixers of a network's attention layers, one for each execution: for an attention of your own.
+
+    Args:
+        name: a name from `list_mechanisms(kind="kv")`, or a subclass of `KVMixer`.
+        head_dim: channels of a head.
+        depth: number of attention layers N; or
+        order: for layers that run more than once, the layer of each execution, such as (0, 1, 2, 1, 2, 3).
+        options: of the mechanism; `depthmix show NAME` lists them.
+
+    `state = stack.begin()`, then in each attention, after norms and RoPE of its queries and keys and before its cache,
+    `v, state = stack[i].mix(q, k, v, state)`. It iterates over its mixers; state-dict names are `{i}.…`.
+    """
+
+    def __init__(
+        self,
+        name: str | type[KVMixer],
+        *,
+        head_dim: int,
+        depth: int | None = None,
+        order: Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        cls = kv_mechanism(name) if isinstance(name, str) else name
+        if not (isinstance(cls, type) and issubclass(cls, KVMixer)):
+            raise TypeError(
+                f"mechanism {name!r}; expected a name from list_mechanisms(kind='kv') or a subclass of KVMixer"
+            )
+        self.name = name if isinstance(name, str) else cls.__name__
+        if (depth is None) == (order is None):
+            raise ValueError(
+                f"{self.name}: depth={depth} and order={order}; expected one of them: the number of attention layers, "
+                "or the layer of each execution"
+            )
+        if order is None:
+            check_sizes(self.name, depth=depth)
+            order = range(depth or 0)
+        elif not isinstance(order, Sequence) or not all(isinstance(layer, int) for layer in order):
+            raise ValueError(
+                f"{self.name}: order={order!r}; expected the layer of each execution, such as (0, 1, 2, 1, 2, 3)"
+            )
+        self.order, self.head_dim = tuple(order), head_dim
+        check_sizes(self.name, head_dim=head_dim, depth=len(self.order))
+        self.config = make_config(cls, self.name, options, dim=head_dim, depth=len(self.order))
+        with naming_plugin(self.name):
+            for i in range(len(self.order)):
+                self.add_module(str(i), cls(Site(i, len(self.order), head_dim, "attn"), self.config, self.order))
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for mixer in self:
+            mixer.reset_parameters()
+
+    def __iter__(self) -> Iterator[KVMixer]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> KVMixer:
+        """The mixer of attention `index`, counted from 0 in the order of execution."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"attention {index}; this stack holds 0 to {len(self) - 1}")
+        return self._modules[str(index)]  # type: ignore[return-value]
+
+    def begin(self) -> State:
+        """The state before the first attention."""
+        return self[0].begin()
+
+    def spec(self, index: int) -> StateSpec:
+        """Shapes alive before attention `index`, after the leading ones [..., K, T]."""
+        check_range("index", index, 0, len(self))
+        return self[0].spec(dataclasses.replace(self[0].site, index=index))
+
+    def extra_repr(self) -> str:
+        return f"{self.name!r}, head_dim={self.head_dim}, depth={len(self)}"

@@ -1,0 +1,94 @@
+"""Where a mechanism reads, the state that it reads there, and errors for a state or an output that does not fit.
+
+Axes: ... any leading shape (batch, token), D channel, M stream. A state is a plain tuple of tensors [..., D] or
+[..., M, D]; it is immutable, local to a token, and all that crosses from one sublayer to the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+State: TypeAlias = tuple[Tensor, ...]
+Coeff: TypeAlias = Any  # a tensor, or a (named) tuple of tensors, with the leading shape of the state
+Kind: TypeAlias = Literal["attn", "mlp", "out"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where a mechanism reads: before sublayer `index` (from 0), or before the head (`index == depth`)."""
+
+    index: int
+    depth: int
+    dim: int
+    kind: Kind
+    is_first: bool = dataclasses.field(init=False)  # it can read the embedding only: no read-side parameters
+    is_out: bool = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        # Flags and not comparisons in `forward`: a compiler would guard on every layer's own index.
+        object.__setattr__(self, "is_first", self.index == 0)
+        object.__setattr__(self, "is_out", self.index == self.depth)
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """What is alive before a site, so that a pipeline can size its buffers and send only what is new.
+
+    shapes: trailing dimensions of each tensor, after the leading ones.
+    essential: how many of them (the first ones) are needed; the others can be made again.
+    sealed: how many leading ones never change again.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    essential: int
+    sealed: int
+
+
+def check_state(site: Site, expects: StateSpec, state: State) -> None:
+    """Refuse the state of another site, and tensors that do not belong together: sums would broadcast silently."""
+    check_length(site, expects, state)
+    first, want = state[0], expects.shapes
+    lead = first.shape[: max(0, first.dim() - len(want[0]))]
+    for i, (tensor, shape) in enumerate(zip(state, want, strict=False)):
+        # A derived number per token, such as a log-sum-exp, is as wide as an accumulator.
+        dtype = first.dtype if shape else torch.promote_types(first.dtype, torch.float32)
+        if tensor.shape != lead + shape or tensor.dtype != dtype or tensor.device != first.device:
+            raise ValueError(
+                f"site {site.index} got a state with tensor {i} {tensor.dtype} of shape {list(tensor.shape)} "
+                f"on {tensor.device}; expected {dtype} of shape {[*lead, *shape]} on {first.device}, "
+                "to go with tensor 0"
+            )
+
+
+def check_length(site: Site, expects: StateSpec, state: State) -> None:
+    if not isinstance(state, tuple):
+        got = type(state).__name__
+        raise TypeError(f"site {site.index} got a {got}; expected a tuple: what `begin` or `write` returned")
+    if not expects.essential <= len(state) <= len(expects.shapes):
+        raise ValueError(
+            f"site {site.index} got a state of {len(state)} tensors; expected {len(expects.shapes)}. "
+            "Sites must be read and written in their order, and `spec` must tell what they hold"
+        )
+
+
+def checked_output(site: Site, expects: StateSpec, state: State, y: Tensor) -> Tensor:
+    """The sublayer's output in the stream's dtype, or an error where it would broadcast."""
+    check_length(site, expects, state)
+    stream = state[0]
+    shape = stream.shape[: stream.dim() - len(expects.shapes[0])] + (site.dim,)  # noqa: RUF005
+    if not isinstance(y, Tensor):
+        raise TypeError(
+            f"sublayer {site.index} returned a {type(y).__name__}; expected a floating tensor of shape "
+            f"{list(shape)}: take it out of what the module returns"
+        )
+    if y.shape != shape or not y.is_floating_point() or y.device != stream.device:
+        raise ValueError(
+            f"sublayer {site.index} returned {y.dtype} of shape {list(y.shape)} on {y.device}; "
+            f"expected a floating tensor of shape {list(shape)} on {stream.device}, as it was given"
+        )
+    return y.to(stream.dtype)
