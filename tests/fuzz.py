@@ -37,7 +37,7 @@ import depthmix.cli
 from depthmix.cli import main
 from depthmix.models.presets import PRESETS
 from depthmix.training import TrainConfig
-from depthmix.training.config import leaves
+from depthmix.training.identity import leaves
 
 CODES = (0, 1, 2, 130)
 MOST_SECONDS = 30  # of CPU time for a line

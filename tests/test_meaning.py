@@ -21,8 +21,8 @@ from depthmix.mechanisms.block_attnres import BlockAttnResConfig
 from depthmix.models import Decoder, DecoderConfig
 from depthmix.models.io import load_model, save_model
 from depthmix.training import TrainConfig, load_run, override, read_config, train
-from depthmix.training.config import difference
 from depthmix.training.folder import finished
+from depthmix.training.identity import difference
 from tests.runs import lines, tiny_run
 
 OLD = Path(__file__).parent / "fixtures" / "v0_1_0"
@@ -255,7 +255,7 @@ def raw_model(runs: Path) -> dict[str, Any]:
 
 def write_as_0_1_0(folder: Path, config: TrainConfig) -> None:
     from depthmix.support.files import toml_lines
-    from depthmix.training.config import digest_of
+    from depthmix.training.identity import digest_of
 
     found = config.to_dict()
     (folder / "config.toml").write_text("\n".join(toml_lines(found, ())).strip() + "\n")

@@ -30,7 +30,7 @@ from depthmix.training import (
     override,
     train,
 )
-from depthmix.training.config import FREE
+from depthmix.training.identity import FREE
 from depthmix.training.optim import Optimizers, groups
 from depthmix.training.precision import check_precision
 from depthmix.training.schedule import rate

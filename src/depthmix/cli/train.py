@@ -18,7 +18,8 @@ from depthmix.ops import keep_freed_memory
 from depthmix.support.checks import split_pair
 from depthmix.support.terminal import console
 from depthmix.training import BadLoss, CheckpointError, Interrupted, Result, TrainConfig, override, train
-from depthmix.training.config import check_excluding, dial_tokens, mechanisms
+from depthmix.training.dial import dial_tokens, split_mixer
+from depthmix.training.overrides import check_excluding
 from depthmix.training.ranks import main_process
 
 
@@ -136,7 +137,7 @@ def resolve(
         if not file.is_file():
             raise FileNotFoundError(f"no configuration at {file}; expected a TOML file such as a run's config.toml")
         found = TrainConfig.from_file(file)
-        children = {"mixer": "residual", "kv_mixer": None, **mechanisms(mixer)} if mixer is not None else {}
+        children = {"mixer": "residual", "kv_mixer": None, **split_mixer(mixer)} if mixer is not None else {}
         for name, value in children.items():
             found = override(found, f"model.{name}", value)
     else:

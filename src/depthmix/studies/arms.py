@@ -12,8 +12,9 @@ from typing import Any
 
 from depthmix.mechanisms import kv_mechanism, mechanism
 from depthmix.models import count_parameters
-from depthmix.training.config import TrainConfig, check_excluding, override
+from depthmix.training.config import TrainConfig
 from depthmix.training.flops import flops_per_token
+from depthmix.training.overrides import check_excluding, override
 
 LOOKS = {"validate_every": 25, "depth_every": 10, "checkpoint_every": 10}  # of a run, where nothing else is asked for
 KEPT = {"keep": 1, "snapshot_every": 0}

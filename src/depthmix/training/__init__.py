@@ -13,13 +13,13 @@ from depthmix.training.config import (
     RunConfig,
     ScheduleConfig,
     TrainConfig,
-    override,
 )
 from depthmix.training.evaluate import Score, score
 from depthmix.training.flops import flops_per_token
 from depthmix.training.folder import Result
 from depthmix.training.loop import BadLoss, Interrupted, train
 from depthmix.training.metrics import read_metrics
+from depthmix.training.overrides import override
 
 __all__ = [
     "BadLoss",

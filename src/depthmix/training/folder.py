@@ -20,7 +20,8 @@ from depthmix.support.files import format_of, parse_toml, read_object, read_text
 from depthmix.training import ranks
 from depthmix.training.build import RESULT_AGAIN, read_config
 from depthmix.training.checkpoint import checkpoints
-from depthmix.training.config import RESTORE, TrainConfig, difference, digest_of
+from depthmix.training.config import RESTORE, TrainConfig
+from depthmix.training.identity import difference, digest_of
 
 CONFIG, RESULT = "config.toml", "result.json"
 PATIENCE = 1.0  # seconds

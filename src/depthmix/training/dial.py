@@ -1,0 +1,50 @@
+"""What follows from the one dial, depth, and from the names of a mixer and a tokenizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from depthmix.data.tokenizers import Bytes, count_ids, full_name
+from depthmix.mechanisms import is_kv
+from depthmix.models import DecoderConfig, count_parameters
+from depthmix.support.checks import user_path
+
+
+def dial_tokens(model: DecoderConfig) -> int:
+    """20 tokens for each parameter that a token uses, without embeddings."""
+    return 20 * count_parameters(model).active_without_embeddings
+
+
+def vocabulary_size(tokenizer: str) -> int:
+    name = full_name(tokenizer)
+    if name == "bytes":
+        return Bytes.size
+    return int(name.removeprefix("bpe:")) if name.startswith("bpe:") else count_ids(user_path(tokenizer))
+
+
+def split_mixer(mixer: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The children of a decoder that "block_attnres", "depth_attention" or "attnres+value_residual" names."""
+    if not isinstance(mixer, str):
+        return {"mixer": mixer}
+    children: dict[str, Any] = {}
+    for name in mixer.split("+"):
+        child = "kv_mixer" if is_kv(name) else "mixer"
+        if child in children:
+            kind = "KV" if child == "kv_mixer" else "depth"
+            raise ValueError(
+                f"mixer={mixer!r} has two {kind} mechanisms, {children[child]} and {name}; expected at most one of "
+                "each kind, such as attnres+value_residual"
+            )
+        children[child] = name
+    return children
+
+
+def initial_std(dim: int) -> float:
+    """Larger where the width is smaller, so that narrow models do not start with tiny outputs; 0.02 at dim 625."""
+    return float(f"{0.5 / math.sqrt(dim):.2g}")
+
+
+def learning_rate(dim: int) -> float:
+    return min(float(f"{3e-3 * math.sqrt(256 / dim):.2g}"), 5e-3)

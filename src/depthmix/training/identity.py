@@ -1,0 +1,46 @@
+"""Which fields decide a run's result: their digest, and what differs between two configurations."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from depthmix.training.config import TrainConfig
+
+# What may change from one start to the next: none of it touches the weights or the measured losses of a run that goes
+# well, and what became of a bad loss is in its metrics.
+FREE = (
+    *("data.folder", "run.folder", "run.keep", "run.checkpoint_every", "run.asynchronous", "run.tracker"),
+    *("run.on_bad_loss", "run.bad_loss_factor"),
+)
+
+
+def digest_of(config: Mapping[str, Any]) -> str:
+    deciding = {key: as_float(value) for key, value in leaves(config) if key not in FREE}
+    return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
+
+
+def as_float(value: Any) -> Any:
+    """1 and 1.0 are one value, however they were written."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def leaves(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Every field by its dotted key."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, (*above, name))
+        else:
+            yield ".".join((*above, name)), value
+
+
+def difference(old: TrainConfig, new: TrainConfig) -> list[str]:
+    """The fields that decide the result and are not the same, one line for each."""
+    before, after = (dict(leaves({**config.to_dict(), "model": config.model.canonical()})) for config in (old, new))
+    keys = sorted({*before, *after} - set(FREE))
+    return [
+        f"{key}: {before.get(key)!r} there, {after.get(key)!r} now" for key in keys if before.get(key) != after.get(key)
+    ]

@@ -1,0 +1,96 @@
+"""Setting one field of a configuration by its dotted key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from depthmix.mechanisms import kv_mechanism, mechanism
+from depthmix.support.checks import did_you_mean, parse_value
+from depthmix.training.config import TrainConfig
+from depthmix.training.identity import leaves
+
+MECHANISMS = (["model", "mixer"], ["model", "kv_mixer"])
+OPEN = (*MECHANISMS, ["model", "moe"], ["model", "loop"])  # children that may take fields which are not set yet
+
+
+def override(config: TrainConfig, key: str, value: Any) -> TrainConfig:
+    """A copy with one field set by its dotted key: "optimizer.lr", "model.mixer", "mixer.block_sublayers".
+
+    A text is read as a number, true or false, none, or a list where it is one, unless the field wants a text. Setting
+    `model.mixer` to a name drops the options of the one before; setting `mixer.num_blocks` drops
+    `mixer.block_sublayers`, and so with other options that exclude each other.
+    """
+    path = ["model", *key.split(".")] if key.split(".")[0] in ("mixer", "kv_mixer") else key.split(".")
+    fields, name = config.to_dict(), path[-1]
+    section = find_section(fields, path, key)
+    if path[:2] in MECHANISMS and len(path) == 3:
+        drop_excluded(section, path[1], name, parse_value(value))
+    problem: Exception | None = None
+    for candidate in (
+        parse_like(section.get(name), value),
+        value,
+    ):  # the text itself, where it only looks like a number
+        section[name] = candidate
+        try:
+            return TrainConfig.from_dict(fields)
+        except (TypeError, ValueError) as error:
+            problem = problem or error
+    raise ValueError(f"{key}={value!r}: {problem}")
+
+
+def find_section(fields: dict[str, Any], path: list[str], key: str) -> dict[str, Any]:
+    """The mapping inside `fields` that holds the last name of `path`; children that are None become empty ones."""
+    keys = [dotted for dotted, _ in leaves(fields)]
+    section: Any = fields
+    for i, name in enumerate(path[:-1]):
+        if not isinstance(section, dict) or name not in section:
+            parent = ".".join(path[:i]) or "a configuration"
+            raise ValueError(f"unknown key {key!r}; {parent} has no {name!r}. {list_names(section)}")
+        if section[name] is None:
+            section[name] = {}
+        section = section[name]
+    if not isinstance(section, dict) or (path[:2] not in OPEN and path[-1] not in section):
+        hint = did_you_mean(path[-1], keys) or did_you_mean(".".join(path), keys)
+        raise ValueError(f"unknown key {key!r}. {hint}{list_names(section)}")
+    return section
+
+
+def list_names(section: Any) -> str:
+    return f"Known: {', '.join(section)}" if isinstance(section, dict) else "It has no parts"
+
+
+def parse_like(old: Any, value: Any) -> Any:
+    """1e4 is a whole number where one is expected."""
+    new = parse_value(value)
+    if isinstance(old, int) and not isinstance(old, bool) and isinstance(new, float) and new.is_integer():
+        return int(new)
+    return new
+
+
+def drop_excluded(options: dict[str, Any], child: str, key: str, value: Any) -> None:
+    """Remove, for one option that is about to be set, those that cannot stay beside it."""
+    excluded: list[str] = []
+    if key == "name" and value != options.get("name"):
+        excluded = [other for other in options if other != "name"]
+    elif "name" in options and value is not None:
+        groups = exclusive_groups(child, options["name"])
+        excluded = [other for group in groups if key in group for other in group if other != key]
+    for other in excluded:
+        options.pop(other, None)
+
+
+def exclusive_groups(child: str, name: str) -> tuple[tuple[str, ...], ...]:
+    """Options of a mechanism of which only one can be given."""
+    return (mechanism if child == "mixer" else kv_mechanism)(name).Config.either
+
+
+def check_excluding(config: TrainConfig, keys: Iterable[str]) -> None:
+    """Of options that exclude each other, `keys` may set one only."""
+    given = {key.removeprefix("model.") for key in keys}
+    for child in ("mixer", "kv_mixer"):
+        choice = getattr(config.model, child)
+        for group in exclusive_groups(child, choice.name) if choice is not None else ():
+            both = [f"{child}.{name}" for name in group if f"{child}.{name}" in given]
+            if len(both) > 1:
+                raise ValueError(f"{' and '.join(both)} are both set; expected one of them: they exclude each other")
