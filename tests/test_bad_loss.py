@@ -12,7 +12,8 @@ import torch
 
 from depthmix.cli.train import Progress
 from depthmix.training import BadLoss, loop, train
-from depthmix.training.metrics import Metrics, read_metrics
+from depthmix.training.metrics import MetricsFile, read_metrics
+from depthmix.training.run import Run
 from tests.runs import lines, tiny_run
 
 
@@ -31,7 +32,7 @@ def test_a_skipped_step_tells_the_loss_as_it_is(
 ) -> None:
     plain, progress, events = loop.gradients, Progress(1), []
 
-    def second_is_bad(run: loop.Run) -> float:
+    def second_is_bad(run: Run) -> float:
         loss = plain(run)
         return value if run.progress.step == 1 else loss
 
@@ -83,7 +84,7 @@ def test_bad_steps_in_a_row_are_counted_over_starts(tmp_path: Path, monkeypatch:
 def test_numbers_inside_lists_are_written_as_valid_json_too(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "depth", "step": 1, "output_norm": [NaN, 1.5]}\n')  # of depthmix 0.1
-    log = Metrics(path, 1)
+    log = MetricsFile(path, 1)
     log.write({"kind": "depth", "step": 2, "output_norm": [math.inf, 2.5], "weight_entropy": None})
     log.close()
     for line in path.read_text().splitlines():

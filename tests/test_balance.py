@@ -54,8 +54,8 @@ def learned(model: Decoder, rows: list[Tensor]) -> dict[str, Tensor]:
         one = model.loss(part) / len(rows)
         one.backward()
         loss = loss + one.detach()
-    ranks.share_load(model)
-    grads = {name: ranks.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    ranks.sum_expert_load(model)
+    grads = {name: ranks.full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     loads = {f"load {i}": m.load.double() for i, m in enumerate(experts_of(model)) if m.load is not None}
     return {"loss": ranks.mean(loss), **grads, **loads}
 

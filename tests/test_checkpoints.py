@@ -19,8 +19,10 @@ import pytest
 import torch
 
 from depthmix.cli import main
+from depthmix.support.files import digest
 from depthmix.training import CheckpointError, checkpoint, train
-from depthmix.training.checkpoint import checkpoints, latest, save
+from depthmix.training.checkpoint import load_latest, save
+from depthmix.training.manifest import find_damage, list_checkpoints
 from tests.runs import CHILD, lines, start, steps_done, tiny_run, weights
 
 LONG = {"run__steps": 60, "run__checkpoint_every": 3, "run__validate_every": 25, "run__depth_every": 20}
@@ -109,14 +111,14 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(
     expected = weights(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "final")
     (tmp_path / "run" / "result.json").unlink()
-    *_, before, newest = checkpoints(tmp_path / "run" / "checkpoints")
+    *_, before, newest = list_checkpoints(tmp_path / "run" / "checkpoints")
     harm(newest / which)
     train(config)
     assert weights(tmp_path / "run") == expected
     said = capfd.readouterr().err
     assert str(newest / which) in said
     assert f"Falling back to {before.name}\n" in said
-    assert checkpoint.damage(newest) is None, "written anew"
+    assert find_damage(newest) is None, "written anew"
 
 
 def test_where_all_checkpoints_are_damaged_a_run_begins_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -124,11 +126,11 @@ def test_where_all_checkpoints_are_damaged_a_run_begins_anew(tmp_path: Path, cap
     train(config)
     expected = weights(tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
-    for each in checkpoints(tmp_path / "run" / "checkpoints"):
+    for each in list_checkpoints(tmp_path / "run" / "checkpoints"):
         (each / "manifest.json").write_text("{}")
     train(config)
     assert weights(tmp_path / "run") == expected
-    assert "No other is left: the run begins anew" in capfd.readouterr().err
+    assert "No intact checkpoint remains; training restarts from step 0" in capfd.readouterr().err
 
 
 def test_a_checkpoint_of_another_version_is_an_error_and_stays(
@@ -137,12 +139,12 @@ def test_a_checkpoint_of_another_version_is_an_error_and_stays(
     """A newer version's work is no damage: falling back would end in its removal."""
     train(tiny_run(tmp_path / "run"))
     (tmp_path / "run" / "result.json").unlink()
-    there = checkpoints(tmp_path / "run" / "checkpoints")
+    there = list_checkpoints(tmp_path / "run" / "checkpoints")
     manifest = there[-1] / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
     assert main(["train", "--folder", str(tmp_path / "run")]) == 2
     assert f"{there[-1]} has format 2; this version of depthmix reads 1" in capsys.readouterr().err
-    assert checkpoints(tmp_path / "run" / "checkpoints") == there
+    assert list_checkpoints(tmp_path / "run" / "checkpoints") == there
 
 
 def test_beginning_anew_removes_a_run_and_nothing_else(tmp_path: Path) -> None:
@@ -173,19 +175,19 @@ def test_a_pickle_in_a_checkpoint_is_never_opened(tmp_path: Path) -> None:
     mark = tmp_path / "executed"
     save(tmp_path / "c", 1, {"model": {"w": torch.ones(3)}})
     save(tmp_path / "c", 2, {"model": {"w": torch.ones(3) * 2}})
-    newest = checkpoints(tmp_path / "c")[-1]
+    newest = list_checkpoints(tmp_path / "c")[-1]
     (newest / ".metadata").write_bytes(pickle.dumps(Bomb(mark)))
     (newest / "extra.safetensors").write_bytes(pickle.dumps(Bomb(mark)))
-    found = latest(tmp_path / "c")
+    found = load_latest(tmp_path / "c")
     assert found is not None
     assert found[0] == 1, "a file that the manifest does not name is damage"
     # Even where the manifest names it.
     (newest / "extra.safetensors").unlink()
     manifest = json.loads((newest / "manifest.json").read_text())
     file = newest / ".metadata"
-    manifest["files"][".metadata"] = {"bytes": file.stat().st_size, "sha256": checkpoint.digest(file)}
+    manifest["files"][".metadata"] = {"bytes": file.stat().st_size, "sha256": digest(file)}
     (newest / "manifest.json").write_text(json.dumps(manifest))
-    found = latest(tmp_path / "c")
+    found = load_latest(tmp_path / "c")
     assert found is not None
     assert found[0] == 2
     assert found[1]["model"]["w"].tolist() == [2, 2, 2]
@@ -202,7 +204,7 @@ def test_the_state_comes_back_as_it_was(tmp_path: Path) -> None:
         "data": {"epoch": 1, "list": [1.5, None, "x"]},
     }
     save(tmp_path, 12, state)
-    found = latest(tmp_path)
+    found = load_latest(tmp_path)
     assert found is not None
     assert found[0] == 12
     assert found[1]["data"] == state["data"]
@@ -222,7 +224,7 @@ def test_the_last_k_are_kept_and_older_ones_go_after_the_new_one_is_there(tmp_pa
 def test_a_checkpoint_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     save(tmp_path, 1, {"model": {"w": torch.ones(2)}})
     with pytest.raises(ValueError, match=r"another model: model\|w has shape \[2\] there and \[3\] here"):
-        latest(tmp_path, {"model": {"w": torch.ones(3)}})
+        load_latest(tmp_path, {"model": {"w": torch.ones(3)}})
 
 
 def test_an_asynchronous_checkpoint_has_the_bits_of_its_step(tmp_path: Path) -> None:
@@ -232,7 +234,7 @@ def test_an_asynchronous_checkpoint_has_the_bits_of_its_step(tmp_path: Path) -> 
     assert future is not None
     w.zero_()
     settle(future)
-    found = latest(tmp_path)
+    found = load_latest(tmp_path)
     assert found is not None
     assert torch.equal(found[1]["w"], expected)
 
@@ -241,7 +243,7 @@ def test_asynchronous_runs_end_with_the_same_bits(tmp_path: Path) -> None:
     train(tiny_run(tmp_path / "sync"))
     train(tiny_run(tmp_path / "async", run__asynchronous=True))
     assert weights(tmp_path / "sync") == weights(tmp_path / "async")
-    for a, b in zip(*(checkpoints(tmp_path / n / "checkpoints") for n in ("sync", "async")), strict=True):
+    for a, b in zip(*(list_checkpoints(tmp_path / n / "checkpoints") for n in ("sync", "async")), strict=True):
         one, two = (checkpoint.flatten(checkpoint.read(path, None))[0] for path in (a, b))
         assert one.keys() == two.keys()
         assert all(torch.equal(one[name], two[name]) for name in one)
@@ -271,7 +273,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_earlier_ones_intact(asyn
     with small_files(4096), pytest.raises(CheckpointError, match=r"step 2 could not .*File too large.*step-00000001"):
         settle(save(tmp_path, 2, {"w": torch.ones(5000)}, asynchronous=asynchronous))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert checkpoint.damage(checkpoints(tmp_path)[0]) is None
+    assert find_damage(list_checkpoints(tmp_path)[0]) is None
 
 
 @pytest.fixture
@@ -298,9 +300,9 @@ def test_a_full_disk_stops_the_run_with_a_message_and_room_lets_it_go_on(small_d
     assert done.returncode == 1, done.stderr
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
-    there = checkpoints(small_disk / "run" / "checkpoints")
+    there = list_checkpoints(small_disk / "run" / "checkpoints")
     assert there
-    assert all(checkpoint.damage(path) is None for path in there)
+    assert all(find_damage(path) is None for path in there)
     assert not checkpoint_parts(small_disk / "run")
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=CHILD)
@@ -325,7 +327,7 @@ def test_ctrl_c_makes_a_checkpoint_and_says_how_to_go_on(alone: Path, tmp_path: 
     said = process.communicate()[1]
     assert process.returncode == 130
     assert f"To go on: depthmix train --folder {tmp_path / 'run'}" in said
-    assert len(checkpoints(tmp_path / "run" / "checkpoints")) == 1
+    assert len(list_checkpoints(tmp_path / "run" / "checkpoints")) == 1
     command = [sys.executable, "-m", "depthmix", "train", "--folder", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=CHILD)
     assert done.returncode == 0, done.stderr

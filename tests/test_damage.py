@@ -13,7 +13,7 @@ import pytest
 from depthmix.cli import main
 from depthmix.studies.comparison import read_run
 from depthmix.training import load_run, train
-from depthmix.training.folder import finished
+from depthmix.training.folder import finished_result
 from tests.runs import tiny_run, weights
 
 
@@ -77,7 +77,7 @@ def test_every_reader_of_a_damaged_result_names_it(run: Path, made: Path, conten
     write(path, content)
     config = tiny_run(made / "run", run__folder=str(run), run__steps=2)
     readers = (
-        lambda: finished(config),
+        lambda: finished_result(config),
         lambda: load_run(run),
         lambda: read_run(run, arm="a", seed=0, lr=1.0),
     )

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from depthmix.training import CheckpointError, checkpoint, train
-from depthmix.training.checkpoint import checkpoints, damage, latest, save
+from depthmix.training.checkpoint import load_latest, save
+from depthmix.training.manifest import find_damage, list_checkpoints
 from tests.runs import tiny_run, weights
 
 
@@ -30,7 +31,7 @@ def test_the_newest_so_many_remain(keep: int, tmp_path: Path) -> None:
     for count in range(1, 6):
         saved(tmp_path, steps[count - 1], keep=keep)
         assert kept(tmp_path) == [str(step) for step in steps[:count][-keep:]], "after every save, not only the last"
-    found = latest(tmp_path)
+    found = load_latest(tmp_path)
     assert found is not None
     assert (found[0], found[1]["w"].tolist()) == (9, [9, 9])
 
@@ -48,7 +49,7 @@ def test_the_newest_is_the_one_of_the_highest_step_not_of_the_last_name(tmp_path
     """Names have eight digits, so from a hundred million steps on they no longer sort as numbers do."""
     steps = 99_999_998, 99_999_999, 100_000_000
     assert saved(tmp_path, *steps, keep=2) == ["100000000", "99999999"]
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-99999999", "step-100000000"]
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-99999999", "step-100000000"]
 
 
 def test_newer_ones_that_were_passed_over_go_and_do_not_count(tmp_path: Path) -> None:
@@ -57,14 +58,14 @@ def test_newer_ones_that_were_passed_over_go_and_do_not_count(tmp_path: Path) ->
         (tmp_path / f"step-{step:08d}" / "manifest.json").unlink()
     assert saved(tmp_path, 7, keep=2) == ["6", "7"]
     assert saved(tmp_path, 9, keep=3) == ["6", "7", "9"]
-    assert all(damage(path) is None for path in checkpoints(tmp_path))
+    assert all(find_damage(path) is None for path in list_checkpoints(tmp_path))
 
 
 def test_a_damaged_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     saved(tmp_path, 3, 6, keep=2)
     (tmp_path / "step-00000006" / "state.json").write_text("{")
     assert saved(tmp_path, 6, keep=2) == ["3", "6"]
-    assert damage(tmp_path / "step-00000006") is None
+    assert find_damage(tmp_path / "step-00000006") is None
 
 
 def test_what_is_no_checkpoint_is_neither_counted_nor_removed(tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_none_is_removed_before_the_new_one_is_in_its_place(tmp_path: Path, monk
     def full(*_: Any) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(checkpoint, "seal", full)
+    monkeypatch.setattr(checkpoint, "finalize", full)
     with pytest.raises(CheckpointError, match=r"step 9 .*Intact in .*step-00000003, step-00000006"):
         saved(tmp_path, 9, keep=1)
     assert kept(tmp_path) == ["3", "6"]

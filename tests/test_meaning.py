@@ -21,7 +21,7 @@ from depthmix.mechanisms.block_attnres import BlockAttnResConfig
 from depthmix.models import Decoder, DecoderConfig
 from depthmix.models.io import load_model, save_model
 from depthmix.training import TrainConfig, load_run, override, read_config, train
-from depthmix.training.folder import finished
+from depthmix.training.folder import finished_result
 from depthmix.training.identity import difference
 from tests.runs import lines, tiny_run
 
@@ -237,7 +237,7 @@ def test_the_digest_of_a_run_of_0_1_0_is_known_whatever_options_it_was_given(run
         now = read_config("finished")
         assert now.model.saved()["mixer"] == DecoderConfig.from_saved(config.model.to_dict(), 1).saved()["mixer"]
         with other_defaults():
-            assert finished(read_config("finished")) is not None
+            assert finished_result(read_config("finished")) is not None
 
 
 def test_the_published_runs_of_0_1_0_keep_their_digests() -> None:

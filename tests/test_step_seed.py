@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from depthmix.models.init import seed_of
-from depthmix.training import TrainConfig, loop, ranks
+from depthmix.training import TrainConfig, checkpoint, loop, ranks, resume
+from depthmix.training.manifest import path_of
+from depthmix.training.run import Run
 from tests.runs import tiny_run
 
 Seen = list[tuple[int, float, Tensor]]
@@ -27,12 +29,12 @@ def config(tmp_path: Path) -> TrainConfig:
 def as_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     def become(rank: int, count: int) -> None:
         monkeypatch.setattr(ranks, "rank", lambda: rank)
-        monkeypatch.setattr(ranks, "count", lambda: count)
+        monkeypatch.setattr(ranks, "world_size", lambda: count)
 
     return become
 
 
-def begin(config: TrainConfig) -> tuple[loop.Run, Seen]:
+def begin(config: TrainConfig) -> tuple[Run, Seen]:
     """A run, and of each micro-batch the seed of its step, a random number and the rows."""
     run = loop.begin(config, torch.device("cpu"), lambda event: None)
     plain, seen = run.loss, []
@@ -49,7 +51,7 @@ def steps(config: TrainConfig, count: int) -> Seen:
     run, seen = begin(config)
     for _ in range(count):
         loop.step(run)
-    loop.close(run)
+    run.close()
     return seen
 
 
@@ -115,15 +117,16 @@ def test_a_restart_has_the_numbers_and_rows_that_were_to_come(config: TrainConfi
     run, _ = begin(config)
     for _ in range(2):
         loop.step(run)
-    loop.save(run)
-    loop.close(run)
+    resume.save_checkpoint(run)
+    run.close()
     as_rank(rank, 2)
     run, seen = begin(config)
     if rank:  # without companions there is nobody to tell it of the checkpoint
-        loop.restore(run, loop.checkpoint.read(loop.checkpoint.place(run.folder / "checkpoints", 2), loop.tensors(run)))
+        path = path_of(run.folder / "checkpoints", 2)
+        resume.restore(run, checkpoint.read(path, resume.state_tensors(run)))
     assert run.progress.step == 2
     for _ in range(3):
         loop.step(run)
-    loop.close(run)
+    run.close()
     assert same(seen, alone[2 * 2 :])
     assert not same(seen, alone[: 3 * 2])

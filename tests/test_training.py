@@ -31,9 +31,9 @@ from depthmix.training import (
     train,
 )
 from depthmix.training.identity import FREE
-from depthmix.training.optim import Optimizers, groups
+from depthmix.training.optim import Optimizers, parameter_groups
 from depthmix.training.precision import check_precision
-from depthmix.training.schedule import rate
+from depthmix.training.schedule import rate_factor
 from tests.runs import CHILD, lines, tiny_run, weights
 
 MOE = {"model__moe": {"experts": 4, "active": 2, "shared": 1, "hidden": 16}}
@@ -136,7 +136,7 @@ def test_flags_and_keys_change_what_the_dial_derives(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("kind", ["cosine", "wsd"])
 def test_the_rate_warms_up_stays_within_bounds_and_ends_at_its_final_share(kind: Any) -> None:
     schedule = ScheduleConfig(kind=kind, warmup=0.1, decay=0.2, final=0.05)
-    rates = [rate(step, 200, schedule) for step in range(200)]
+    rates = [rate_factor(step, 200, schedule) for step in range(200)]
     assert rates[:20] == sorted(rates[:20])
     assert 0 < rates[0] < 0.1
     assert max(rates) == pytest.approx(1)
@@ -152,7 +152,7 @@ def test_each_parameter_is_in_exactly_one_group(name: str, kv: str | None, tmp_p
     mixer = name if kv is None else f"{name}+{kv}"
     config = tiny_run(tmp_path / "run", mixer, **MOE, optimizer__name="muon")
     model = initial_model(config)
-    made = groups(model, config.optimizer)
+    made = parameter_groups(model, config.optimizer)
     found = [n for group in made for n in group["names"]]
     assert sorted(found) == sorted(n for n, _ in model.named_parameters())
     for group in made:
@@ -290,7 +290,7 @@ def test_bad_losses_are_skipped_by_choice_but_not_for_ever(tmp_path: Path) -> No
 def test_a_run_that_stopped_goes_on_in_its_folder_by_skipping(tmp_path: Path) -> None:
     """What its message says can be done."""
     broken = {"optimizer__lr": 3000.0, "run__steps": 60, "schedule__warmup": 0.9}
-    with pytest.raises(BadLoss, match=r"go on in this one with run\.on_bad_loss=skip"):
+    with pytest.raises(BadLoss, match=r"resume in this one with run\.on_bad_loss=skip"):
         train(tiny_run(tmp_path / "run", **broken))
     stopped = len(lines(tmp_path / "run", "train"))
     with pytest.raises(BadLoss, match="17 bad steps in a row"):
@@ -329,7 +329,7 @@ def test_a_configuration_that_is_damaged_altered_or_missing_is_named(
         file.write_text(whole.replace(old, new, 1))
         assert f"{file} {words}" in said().replace("is not the configuration of ", ""), old
     file.unlink()
-    assert f"no {file} beside its run" in said()
+    assert f"{file} of this run is missing. Restore it" in said()
     assert not file.exists()
     file.write_text(whole)
     train(tiny_run(tmp_path / "run"))

@@ -14,6 +14,7 @@ from depthmix.bench.report import BASELINE
 from depthmix.bench.step import ratios, with_control
 from depthmix.models import DecoderConfig
 from depthmix.training import DataConfig, RunConfig, TrainConfig, loop
+from depthmix.training.run import Run
 
 LOOP, ALONE = "depthmix train", "without the optimiser"
 
@@ -25,7 +26,7 @@ def run(model: Mapping[str, Any], tokens: int, rounds: int) -> dict[str, dict[st
         try:
             return {"loop": ratios(with_control(variants(run)), rounds, "loop")}
         finally:
-            loop.close(run)
+            run.close()
 
 
 def prepared(folder: Path, model: Mapping[str, Any], tokens: int) -> TrainConfig:
@@ -44,7 +45,7 @@ def prepared(folder: Path, model: Mapping[str, Any], tokens: int) -> TrainConfig
     )
 
 
-def variants(run: loop.Run) -> dict[str, Callable[[], None]]:
+def variants(run: Run) -> dict[str, Callable[[], None]]:
     row = next(run.batches)
 
     def alone() -> None:

@@ -21,7 +21,7 @@ import torch
 from depthmix.support.files import write_text
 from depthmix.training.config import TrainConfig
 from depthmix.training.flops import flops_per_token
-from depthmix.training.folder import Result, finished, locked, stopping
+from depthmix.training.folder import Result, finished_result, locked, stop_signals
 
 TRAIN = (sys.executable, "-m", "depthmix", "train", "--config")  # and the file
 LOG, ASKED = "log.txt", "asked.toml"
@@ -106,7 +106,7 @@ class Pool:
     def run(self, tasks: Sequence[Task], later: Sequence[Task] = ()) -> list[Result | None]:
         """The result of each task, made or found; None where it failed. `later` counts for the time left."""
         waiting, shown = list(tasks), time.monotonic()
-        with stopping() as asked:
+        with stop_signals() as asked:
             try:
                 while waiting or self.running:
                     for task in waiting[:]:
@@ -205,7 +205,7 @@ def free(folder: Path) -> bool:
 def complete(task: Task) -> Result | None:
     """A finished run of this configuration; a damaged result is made again from its checkpoint."""
     try:
-        return finished(task.config)
+        return finished_result(task.config)
     except ValueError as error:
         say(f"{error}; making it again")
         (task.folder / "result.json").unlink()

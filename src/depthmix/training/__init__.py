@@ -5,6 +5,7 @@ result = train(override(config, "optimizer.lr", 1e-3))
 model = load_run("runs/block")
 """
 
+from depthmix.training.bad_loss import BadLoss
 from depthmix.training.build import initial_model, load_run, open_corpus, read_config
 from depthmix.training.checkpoint import CheckpointError
 from depthmix.training.config import (
@@ -17,7 +18,7 @@ from depthmix.training.config import (
 from depthmix.training.evaluate import Score, score
 from depthmix.training.flops import flops_per_token
 from depthmix.training.folder import Result
-from depthmix.training.loop import BadLoss, Interrupted, train
+from depthmix.training.loop import Interrupted, train
 from depthmix.training.metrics import read_metrics
 from depthmix.training.overrides import override
 

@@ -74,7 +74,7 @@ def disk_errors() -> Iterator[None]:
 
 def export(model: Decoder, directory: Path, tokenizer: Path | None = None) -> None:
     """safetensors, configuration and tokenizer, as `depthmix generate` reads them; of a sharded model too."""
-    tensors = {name: ranks.whole(tensor) for name, tensor in model.state_dict().items()}
+    tensors = {name: ranks.full_tensor(tensor) for name, tensor in model.state_dict().items()}
     if ranks.rank() == 0:
         with torch.device("meta"):
             plain = Decoder(model.config)
@@ -97,7 +97,7 @@ def open_run(folder: Path, device: torch.device | str) -> tuple[Decoder, str]:
         format_of(result, folder / "result.json")
         return load_model(folder / "final", device=device), result["data_digest"]
     config = read_config(folder)
-    newest = checkpoint.latest(folder / "checkpoints")
+    newest = checkpoint.load_latest(folder / "checkpoints")
     if newest is None:
         raise FileNotFoundError(f"{folder} has neither a final model nor a checkpoint; expected a run that has begun")
     model = Decoder(config.model)

@@ -16,7 +16,7 @@ from depthmix.models import Decoder, next_token_losses
 
 
 class Score(NamedTuple):
-    loss: float  # nats a token
+    loss: float  # nats per token
     bits_per_byte: float
     tokens: int  # that were predicted
 
@@ -25,15 +25,15 @@ class Score(NamedTuple):
 def score(
     model: Decoder,
     tokens: Tensor,
-    size: float,
+    text_bytes: float,
     row: int,
     rows: int,
-    watch: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter,
+    progress: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter,
 ) -> Score:
     """Rows of `row` predictions, the last one short; a row begins with the token that the one before ended with.
 
-    `size` is that of the text in bytes: the bytes of the first token, which nothing predicts, count by their mean.
-    `watch` hands on the batches, and may show how far they are.
+    `text_bytes` is the size of the text: the bytes of the first token, which nothing predicts, count by their mean.
+    `progress` passes the batches on, and may show how many are done.
     """
     if row < 1 or rows < 1:
         raise ValueError(f"tokens_per_row={row}, rows={rows}; expected at least 1 of each")
@@ -46,8 +46,8 @@ def score(
     if count % row:
         parts.append(tokens[full * row :][None])
     total = 0.0
-    for part in watch(parts):
+    for part in progress(parts):
         part = part.to(device)
         total += float(next_token_losses(model(part), part)[0].double().sum())
     loss = total / count
-    return Score(loss, loss * len(tokens) / size / math.log(2), count)
+    return Score(loss, loss * len(tokens) / text_bytes / math.log(2), count)

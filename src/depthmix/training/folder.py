@@ -19,13 +19,13 @@ from depthmix.models.io import check_weights
 from depthmix.support.files import format_of, parse_toml, read_object, read_text, write_text
 from depthmix.training import ranks
 from depthmix.training.build import RESULT_AGAIN, read_config
-from depthmix.training.checkpoint import checkpoints
 from depthmix.training.config import RESTORE, TrainConfig
 from depthmix.training.identity import difference, digest_of
+from depthmix.training.manifest import list_checkpoints
 
 CONFIG, RESULT = "config.toml", "result.json"
 PATIENCE = 1.0  # seconds
-OWN = (RESULT, "final", "checkpoints", "snapshots", "metrics.jsonl", "tensorboard")
+RUN_FILES = (RESULT, "final", "checkpoints", "snapshots", "metrics.jsonl", "tensorboard")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,9 @@ class Result:
 
 
 @contextmanager
-def claimed(config: TrainConfig, resume: bool) -> Iterator[None]:
-    """The folder is this run's while it is open: no other process trains in it, and nothing that could go on is of
-    another configuration."""
+def claim_folder(config: TrainConfig, resume: bool) -> Iterator[None]:
+    """The folder is this run's while it is open: no other process trains in it, and nothing that could be resumed
+    has another configuration."""
     folder = Path(config.run.folder)
     handle: list[IO[str]] = []
 
@@ -60,15 +60,15 @@ def claimed(config: TrainConfig, resume: bool) -> Iterator[None]:
             return
         folder.mkdir(parents=True, exist_ok=True)
         handle.append(locked(folder / "lock"))
-        there = (folder / CONFIG).is_file()
-        held = bool(checkpoints(folder / "checkpoints")) or (folder / RESULT).is_file()
-        if held and not there:
-            raise FileNotFoundError(f"no {folder / CONFIG} beside its run. Bring it back, or choose another folder")
-        before = read_config(folder) if there else None  # an error where it is none of ours
-        if before is not None and held and resume:
+        has_config = (folder / CONFIG).is_file()
+        has_run = bool(list_checkpoints(folder / "checkpoints")) or (folder / RESULT).is_file()
+        if has_run and not has_config:
+            raise FileNotFoundError(f"{folder / CONFIG} of this run is missing. Restore it, or choose another folder")
+        before = read_config(folder) if has_config else None  # an error where depthmix did not write it
+        if before is not None and has_run and resume:
             check_same(before, config, f"{folder} holds a run of another configuration")
-        elif before is not None:  # else these names are not ours
-            clear(folder)
+        elif before is not None:  # without it, files of these names are not a run's
+            remove_run(folder)
         if before is None or (before.saved() != config.saved() and not (folder / RESULT).is_file()):
             write_text(folder / CONFIG, config.to_toml())
 
@@ -80,15 +80,15 @@ def claimed(config: TrainConfig, resume: bool) -> Iterator[None]:
             file.close()
 
 
-def check_same(there: TrainConfig, now: TrainConfig, problem: str) -> None:
-    if lines := difference(there, now):
-        told = "\n  ".join([f"{problem}:", *lines])
-        raise ValueError(f"{told}\nChoose another folder, or the configuration that is there")
+def check_same(old: TrainConfig, new: TrainConfig, problem: str) -> None:
+    if lines := difference(old, new):
+        message = "\n  ".join([f"{problem}:", *lines])
+        raise ValueError(f"{message}\nChoose another folder, or the configuration that is there")
 
 
-def clear(folder: Path) -> None:
-    """All but the configuration: a folder that was cleared by half is still ours."""
-    for path in (folder / name for name in OWN):
+def remove_run(folder: Path) -> None:
+    """All but the configuration, so that a folder whose removal was interrupted is still known as a run's."""
+    for path in (folder / name for name in RUN_FILES):
         if path.is_dir():
             shutil.rmtree(path)
         else:
@@ -110,28 +110,28 @@ def locked(path: Path) -> IO[str]:
     return file
 
 
-def finished(config: TrainConfig) -> Result | None:
-    """The result of a complete run, whose model was found to be whole; None where there is no result."""
+def finished_result(config: TrainConfig) -> Result | None:
+    """The result of a complete run, whose model is checked; None where there is no result."""
     folder = Path(config.run.folder)
     path = folder / RESULT
     if not path.is_file():
         return None
-    about = read_object(path, RESULT_AGAIN)
-    format_of(about, path)
+    content = read_object(path, RESULT_AGAIN)
+    format_of(content, path)
     try:
-        found = Result(**about)
+        result = Result(**content)
     except TypeError as error:
         raise ValueError(f"{path} is damaged ({error}). {RESULT_AGAIN}") from error
-    if found.config_digest not in (config.digest, digest_of_old(folder / CONFIG) if found.format == 1 else None):
+    if result.config_digest not in (config.digest, old_digest(folder / CONFIG) if result.format == 1 else None):
         raise ValueError(f"{path} is of another configuration than {CONFIG} beside it. Choose another folder")
     try:
         check_weights(folder / "final")
     except (ValueError, OSError) as error:
         raise ValueError(f"{error}. Or remove {path}, and `depthmix train` makes both again") from error
-    return found
+    return result
 
 
-def digest_of_old(path: Path) -> str:
+def old_digest(path: Path) -> str:
     """As 0.1.0 computed it, of the options that were given."""
     return digest_of(TrainConfig.from_dict(parse_toml(read_text(path, RESTORE), str(path), RESTORE)).to_dict())
 
@@ -143,34 +143,34 @@ def write_result(folder: Path, result: Result) -> Result:
 
 
 @contextmanager
-def stopping() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM set a flag, which the loop asks after a whole step; another one, later, ends at once.
+def stop_signals() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM set a flag, which the loop reads after each step; a second one, later, ends at once.
 
-    Not one that comes with the first: torchrun hands on to its processes what the terminal has sent them already.
+    Not one that comes with the first: torchrun sends its processes again what the terminal has sent them already.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    asked: list[float] = []
-    before: dict[signal.Signals, Any] = {}
+    requests: list[float] = []  # when the first came
+    handlers: dict[signal.Signals, Any] = {}
 
-    def ask(number: int, frame: Any) -> None:
-        if asked and time.monotonic() - asked[0] > PATIENCE:
+    def request(number: int, frame: Any) -> None:
+        if requests and time.monotonic() - requests[0] > PATIENCE:
             restore()
             signal.raise_signal(number)
-        elif not asked:
-            asked.append(time.monotonic())
+        elif not requests:
+            requests.append(time.monotonic())
             if ranks.rank() == 0:  # past the buffers of sys.stderr, which this may have interrupted
                 os.write(2, b"\ndepthmix: stopping, with a checkpoint; again to stop at once\n")
 
     def restore() -> None:
-        for each, handler in before.items():
+        for each, handler in handlers.items():
             signal.signal(each, handler)
 
     for each in (signal.SIGINT, signal.SIGTERM):
-        before[each] = signal.signal(each, ask)
+        handlers[each] = signal.signal(each, request)
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(requests)
     finally:
-        if not asked:  # else the next signal restores them, unless it belongs to the first
+        if not requests:  # else the next signal restores them, unless it belongs to the first
             restore()

@@ -16,7 +16,7 @@ from depthmix.training.config import OptimizerConfig
 STATE = {"AdamW": {"step": False, "exp_avg": True, "exp_avg_sq": True}, "Muon": {"momentum_buffer": True}}
 
 
-def groups(model: Decoder, config: OptimizerConfig) -> list[dict[str, Any]]:
+def parameter_groups(model: Decoder, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Each parameter once, as [{"params", "names", "weight_decay", "muon"}].
 
     - Mixers by `param_groups`, their mechanism's own rules. Those of KV sites take no decay, and AdamW.
@@ -24,7 +24,7 @@ def groups(model: Decoder, config: OptimizerConfig) -> list[dict[str, Any]]:
       own vectors. Expert weights [E, F, D] are a stack of matrices, which torch.optim.Muon does not take: AdamW.
     - Embedding and head decay and go to AdamW. Norms and other vectors do not decay.
     """
-    found = [
+    mixers = [
         {**g, "names": [f"depth.{n}" for n in g["names"]]}
         for g in param_groups(model.depth, weight_decay=config.weight_decay)
     ]
@@ -38,23 +38,25 @@ def groups(model: Decoder, config: OptimizerConfig) -> list[dict[str, Any]]:
         group = rest.setdefault((matrix, muon), {"params": [], "names": [], "weight_decay": decay, "muon": muon})
         group["params"].append(parameter)
         group["names"].append(name)
-    return [*rest.values(), *found]
+    return [*rest.values(), *mixers]
 
 
 class Optimizers:
     """AdamW, and Muon where it was chosen, as one; state by the names of parameters."""
 
     def __init__(self, model: Decoder, config: OptimizerConfig) -> None:
-        made = groups(model, config)
+        groups = parameter_groups(model, config)
         self.lr = config.lr
-        self.names: dict[Tensor, str] = {p: n for g in made for p, n in zip(g["params"], g["names"], strict=True)}
-        muon = [g for g in made if g["muon"] and config.name == "muon"]
-        adamw = [g for g in made if not any(g is m for m in muon)]
+        self.names: dict[Tensor, str] = {p: n for g in groups for p, n in zip(g["params"], g["names"], strict=True)}
+        muon = [g for g in groups if g["muon"] and config.name == "muon"]
+        adamw = [g for g in groups if not any(g is m for m in muon)]
         self.inner: list[torch.optim.Optimizer] = []
         if adamw:
             # Fused: the plain form takes several passes over each parameter, and a call for each of many small ones.
             betas = (config.betas[0], config.betas[1])
-            self.inner.append(torch.optim.AdamW(plain(adamw), lr=config.lr, betas=betas, eps=config.eps, fused=True))
+            self.inner.append(
+                torch.optim.AdamW(torch_groups(adamw), lr=config.lr, betas=betas, eps=config.eps, fused=True)
+            )
         if muon:
             if not hasattr(torch.optim, "Muon"):
                 raise ValueError(
@@ -62,25 +64,27 @@ class Optimizers:
                     "optimizer.name=adamw here"
                 )
             self.inner.append(
-                torch.optim.Muon(plain(muon), lr=config.lr, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")
+                torch.optim.Muon(
+                    torch_groups(muon), lr=config.lr, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
+                )
             )
 
-    def step(self, rate: float) -> None:
+    def step(self, factor: float) -> None:
         for optimizer in self.inner:
             for group in optimizer.param_groups:
-                group["lr"] = rate * self.lr
+                group["lr"] = factor * self.lr
             optimizer.step()
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor of the state by "parameter/key", made where there is none yet: a restore fills it in place."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for optimizer, parameter in self.parameters():
-            kept = optimizer.state[parameter]
+            state = optimizer.state[parameter]
             for key, shaped in STATE[type(optimizer).__name__].items():
-                if key not in kept:
-                    kept[key] = torch.zeros_like(parameter) if shaped else torch.zeros((), device=parameter.device)
-                found[f"{self.names[parameter]}/{key}"] = kept[key].detach()
-        return found
+                if key not in state:
+                    state[key] = torch.zeros_like(parameter) if shaped else torch.zeros((), device=parameter.device)
+                tensors[f"{self.names[parameter]}/{key}"] = state[key].detach()
+        return tensors
 
     def parameters(self) -> Iterator[tuple[torch.optim.Optimizer, nn.Parameter]]:
         for optimizer in self.inner:
@@ -89,5 +93,6 @@ class Optimizers:
                     yield optimizer, parameter
 
 
-def plain(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in made]
+def torch_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what torch's optimisers do not know."""
+    return [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups]

@@ -12,7 +12,7 @@ import torch
 TRIAL = "import torch; a = torch.ones(128, 256, dtype=torch.bfloat16); torch.nn.functional.linear(a, a).sum().item()"
 
 
-def computing(precision: str, device: torch.device) -> AbstractContextManager[object]:
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """Parameters and the optimiser stay in float32; products are made in `precision`."""
     return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
 

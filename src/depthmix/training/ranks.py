@@ -1,4 +1,4 @@
-"""One process or several: the few things that a run asks of its companions. Each is a no-op for one process."""
+"""One process or several: the few things that a run asks of the other ranks. Each is a no-op for one process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from depthmix.models import Decoder
 from depthmix.models.moe import MixtureOfExperts
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def rank() -> int:
-    return dist.get_rank() if several() else 0
+    return dist.get_rank() if is_distributed() else 0
 
 
 def main_process() -> bool:
@@ -28,19 +28,19 @@ def main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def count() -> int:
-    return dist.get_world_size() if several() else 1
+def world_size() -> int:
+    return dist.get_world_size() if is_distributed() else 1
 
 
-def expected() -> int:
-    """How many torchrun starts."""
+def launched() -> int:
+    """How many processes torchrun has started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
-def companions(device: torch.device) -> Iterator[None]:
-    """Under torchrun, the process group; it is ended only where it was begun."""
-    if expected() == 1 or dist.is_initialized():
+def process_group(device: torch.device) -> Iterator[None]:
+    """Under torchrun, the process group; it is destroyed only where it was made."""
+    if launched() == 1 or dist.is_initialized():
         yield
         return
     if device.type == "cuda":
@@ -53,38 +53,38 @@ def companions(device: torch.device) -> Iterator[None]:
 
 
 def mean(value: Tensor) -> Tensor:
-    if several():
+    if is_distributed():
         dist.all_reduce(value)
         value /= dist.get_world_size()
     return value
 
 
 def total(value: float) -> float:
-    if not several():
+    if not is_distributed():
         return value
-    found = torch.tensor(float(value), dtype=torch.float64)
-    dist.all_reduce(found)
-    return float(found)
+    summed = torch.tensor(float(value), dtype=torch.float64)
+    dist.all_reduce(summed)
+    return float(summed)
 
 
 def first_then_others(work: Callable[[], Any]) -> Any:
-    """What one does alone, and the others find done."""
-    if not several():
+    """Rank 0 does the work alone; the others do it after that, and find it done."""
+    if not is_distributed():
         return work()
-    found, problem = None, None
+    result, problem = None, None
     if rank() == 0:
         try:
-            found = work()
+            result = work()
         except Exception as error:
             problem = error
     if total(problem is not None):  # all end, not one with the others waiting for it
         raise problem if problem is not None else RuntimeError("rank 0 stopped; its message says why")
-    return found if rank() == 0 else work()
+    return result if rank() == 0 else work()
 
 
 def shard(model: Decoder) -> Decoder:
     """FSDP2: a unit for each sublayer, and the root's with embedding, mixers and head."""
-    if not several():
+    if not is_distributed():
         return model
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -95,14 +95,14 @@ def shard(model: Decoder) -> Decoder:
     return model
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor with all its parts; every rank must ask."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """A sharded tensor with all its parts; every rank must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def share_load(model: nn.Module) -> None:
-    """The tokens of each expert, over all ranks."""
-    if several():
+def sum_expert_load(model: nn.Module) -> None:
+    """The tokens that each expert got, over all ranks."""
+    if is_distributed():
         for module in model.modules():
             if isinstance(module, MixtureOfExperts) and module.load is not None:
                 dist.all_reduce(module.load)

@@ -7,14 +7,14 @@ import math
 from depthmix.training.config import ScheduleConfig
 
 
-def rate(step: int, steps: int, schedule: ScheduleConfig) -> float:
+def rate_factor(step: int, steps: int, schedule: ScheduleConfig) -> float:
     """The share of the highest learning rate that step `step` of 0 … steps − 1 takes."""
     warmup = round(schedule.warmup * steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if schedule.kind == "cosine":
-        done = (step - warmup) / max(1, steps - 1 - warmup)
-        return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * min(done, 1.0))) / 2
+        progress = (step - warmup) / max(1, steps - 1 - warmup)
+        return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * min(progress, 1.0))) / 2
     decay = round(schedule.decay * steps)
-    left = (steps - 1 - step) / decay if decay else 1.0
-    return schedule.final + (1 - schedule.final) * min(1.0, left)
+    remaining = (steps - 1 - step) / decay if decay else 1.0
+    return schedule.final + (1 - schedule.final) * min(1.0, remaining)

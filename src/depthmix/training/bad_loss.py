@@ -1,0 +1,52 @@
+"""A loss that is not finite, or far above what it was: leave the step out, or stop and say where it comes from."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import NoReturn
+
+from depthmix.models.moe import MixtureOfExperts
+from depthmix.training.diagnostics import largest_layer
+from depthmix.training.manifest import list_checkpoints
+from depthmix.training.resume import wait_for_checkpoint
+from depthmix.training.run import Run
+
+WINDOW, ENOUGH = 64, 16  # losses of the running median, and how many it needs
+SKIPS = 16  # bad losses in a row that end a run which skips them
+
+
+class BadLoss(RuntimeError):
+    """The loss is not finite, or far above what it was."""
+
+
+def check_loss(loss: float, norm: float, before: list[float], factor: float) -> str | None:
+    """What is wrong with a loss or with the norm of its gradient, if anything."""
+    if not math.isfinite(loss):
+        return f"the loss is {loss}"
+    if not math.isfinite(norm):
+        return f"the gradient's norm is {norm}, at a loss of {loss:.4g}"
+    if len(before) >= ENOUGH and loss > factor * (usual := statistics.median(before)):
+        return f"the loss is {loss:.4g}, {loss / usual:.1f} times the running median of {usual:.4g}"
+    return None
+
+
+def skip_or_stop(run: Run, problem: str) -> None:
+    """Discard what this step has counted and continue without its gradient; or raise BadLoss."""
+    if run.config.run.on_bad_loss == "stop" or run.progress.bad > SKIPS:
+        bad = run.progress.bad
+        stop(run, problem + (f" ({bad} bad steps in a row)" if bad > 1 else ""))
+    for module in run.model.modules():
+        if isinstance(module, MixtureOfExperts) and module.load is not None:
+            module.load.zero_()
+
+
+def stop(run: Run, problem: str) -> NoReturn:
+    wait_for_checkpoint(run)
+    layer = largest_layer(run.model, run.probe_loss)
+    saved = list_checkpoints(run.folder / "checkpoints")
+    raise BadLoss(
+        f"step {run.progress.step}: {problem}. Largest layer: {layer}. Last good checkpoint: "
+        f"{saved[-1] if saved else 'none'}. Lower optimizer.lr (now {run.config.optimizer.lr:g}) in another folder, or "
+        "resume in this one with run.on_bad_loss=skip or another run.bad_loss_factor"
+    )

@@ -1,0 +1,79 @@
+"""A run in progress: what the loop, validation, diagnostics and checkpoints share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthmix.data import Batches, Corpus
+from depthmix.models import Decoder
+from depthmix.training.config import TrainConfig
+from depthmix.training.flops import flops_per_token
+from depthmix.training.metrics import MetricsFile
+from depthmix.training.optim import Optimizers
+from depthmix.training.precision import autocast
+
+Report = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass
+class Progress:
+    """What a checkpoint holds beside weights, optimiser and the position in the data."""
+
+    step: int = 0  # steps that are done
+    seconds: float = 0.0  # of training work, over all starts
+    losses: list[float] = field(default_factory=list)  # the last ones, for the running median
+    bad: int = 0  # bad ones in a row
+    validation: dict[str, float] = field(default_factory=dict)
+    memory: int = 0  # the most that any start has held
+
+
+@dataclass
+class Run:
+    config: TrainConfig
+    corpus: Corpus
+    device: torch.device
+    model: Decoder
+    optimizers: Optimizers
+    batches: Batches
+    probe: Tensor  # the fixed batch of the diagnostics
+    report: Report
+    progress: Progress = field(default_factory=Progress)
+    pending: Future[None] | None = None  # a checkpoint that is being written
+    metrics: MetricsFile | None = None  # on rank 0
+
+    def __post_init__(self) -> None:
+        self.folder = Path(self.config.run.folder)
+        self.flops = flops_per_token(self.config.model, self.config.data.tokens_per_row)
+        self.loss: Callable[[Tensor], Tensor] = self.model.loss
+        if self.config.run.compile:
+            self.loss = torch.compile(self.model.loss, dynamic=False)
+
+    def is_due(self, every: int) -> bool:
+        """At each multiple of `every`, and after the last step."""
+        done = self.progress.step
+        return done == self.config.run.steps or (every > 0 and done % every == 0)
+
+    def probe_loss(self) -> Tensor:
+        with autocast(self.config.run.precision, self.device):
+            return self.model.loss(self.probe)
+
+    def log_metrics(self, kind: str, values: Mapping[str, Any]) -> None:
+        if self.metrics is not None:
+            done = self.progress.step
+            line = {"kind": kind, "step": done, "tokens": done * self.config.tokens_per_step, **values}
+            self.metrics.write(line)
+            self.report(line)
+
+    def close(self) -> None:
+        """Nothing of a run outlives its claim of the folder, whatever ended it."""
+        if self.pending is not None:
+            self.pending.exception()
+        if self.metrics is not None:
+            self.metrics.close()

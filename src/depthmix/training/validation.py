@@ -1,0 +1,64 @@
+"""What is measured beside the training, each at its own interval; none of it touches the weights.
+
+Axes: B batch, T token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from depthmix.data import Corpus, validation_batches
+from depthmix.training import bad_loss, diagnostics, ranks
+from depthmix.training.config import TrainConfig
+from depthmix.training.precision import autocast
+from depthmix.training.run import Run
+
+
+def run_validation(run: Run) -> None:
+    """Where it is due: log the validation loss. One that is not finite stops the run before a checkpoint is written."""
+    if not run.is_due(run.config.run.validate_every):
+        return
+    run.progress.validation = validate(run)
+    if not math.isfinite(loss := run.progress.validation["loss"]):
+        bad_loss.stop(run, f"the validation loss is {loss}")
+    run.log_metrics("validation", {"seconds": run.progress.seconds, **run.progress.validation})
+
+
+@torch.no_grad()
+def validate(run: Run) -> dict[str, float]:
+    """Loss and bits per byte of the first validation batches; ranks share the rows where these can be shared."""
+    run.model.eval()
+    total, rows = torch.zeros((), dtype=torch.float64), 0
+    for tokens in held_out(run.corpus, run.config):
+        mine = tokens if len(tokens) % ranks.world_size() else tokens[ranks.rank() :: ranks.world_size()]
+        with autocast(run.config.run.precision, run.device):
+            total += len(tokens) * run.model.loss(mine.to(run.device)).double().cpu()
+        rows += len(tokens)
+    run.model.train()
+    loss = float(ranks.mean(total)) / rows
+    return {"loss": loss, "bits_per_byte": loss / math.log(2) / run.corpus.bytes_per_token}
+
+
+def held_out(corpus: Corpus, config: TrainConfig) -> Iterator[Tensor]:
+    """The batches [B, T + 1] that every validation of a run reads."""
+    data = config.data
+    return validation_batches(corpus.validation, data.tokens_per_row, data.rows, config.run.validate_batches)
+
+
+def run_diagnostics(run: Run) -> None:
+    """Where they are due: log the norms over depth, save M; both on the fixed batch."""
+    depth_due, snapshot_due = run.is_due(run.config.run.depth_every), run.is_due(run.config.run.snapshot_every)
+    if not depth_due and not snapshot_due:
+        return
+    mixing = diagnostics.measure_mixing(run.model, run.probe)
+    if depth_due:
+        outputs, gradients = diagnostics.depth_norms(run.model, run.probe_loss)
+        norms = {"output_norm": outputs, "gradient_norm": gradients, "query_norm": diagnostics.query_norms(run.model)}
+        run.log_metrics("depth", {**norms, "weight_entropy": mixing["entropy"].tolist()})
+    if snapshot_due and ranks.rank() == 0:
+        path = run.folder / "snapshots" / f"step-{run.progress.step:08d}.safetensors"
+        diagnostics.save_snapshot(path, run.progress.step, run.config.model, mixing)
