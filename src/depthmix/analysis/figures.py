@@ -15,7 +15,7 @@ from depthmix.support.files import replacing
 
 
 def heat_map(trace: Trace, path: str | os.PathLike[str], title: str | None = None) -> None:
-    """M of a trace as a PNG or, by the ending of `path`, SVG or PDF; see `shown_matrix`."""
+    """M of a trace as a PNG or, by the ending of `path`, SVG or PDF; see `mean_matrix`."""
     heat_maps([trace], path, [title or trace.mechanism], columns=1)
 
 
@@ -35,9 +35,9 @@ def heat_maps(
     for axis in axes.flat[len(traces) :]:
         axis.axis("off")
     for k, (trace, title) in enumerate(zip(traces, titles, strict=True)):
-        matrix, what = shown_matrix(trace)
-        note = ", ".join(filter(None, [notes[k] if notes else "", what]))
-        draw(axes.flat[k], matrix, title, note, detailed=len(traces) == 1)
+        matrix, description = mean_matrix(trace)
+        note = ", ".join(filter(None, [notes[k] if notes else "", description]))
+        draw_matrix(axes.flat[k], matrix, title, note, detailed=len(traces) == 1)
     save(figure, Path(path))
 
 
@@ -46,8 +46,8 @@ def save(figure: Any, target: Path) -> None:
         figure.savefig(part, dpi=130, format=target.suffix[1:])
 
 
-def shown_matrix(trace: Trace) -> tuple[Tensor, str]:
-    """One matrix and what to say of it: the mean over tokens, of the first head or channel where they differ."""
+def mean_matrix(trace: Trace) -> tuple[Tensor, str]:
+    """One matrix and its description: the mean over tokens, of the first head or channel where they differ."""
     M, words = trace.M.double(), []
     if trace.kind in ("head", "channel"):
         words = [f"{trace.kind} {trace.channels[0] if trace.channels else 0}"]
@@ -60,7 +60,7 @@ def shown_matrix(trace: Trace) -> tuple[Tensor, str]:
     return M.mean(0), ", ".join(words)
 
 
-def draw(axis: Any, matrix: Tensor, title: str, note: str, detailed: bool) -> None:
+def draw_matrix(axis: Any, matrix: Tensor, title: str, note: str, detailed: bool) -> None:
     n = matrix.shape[-1]
     limit = max(float(matrix.abs().max()), 1e-12)
     above = matrix.new_ones(n, n).triu(1).bool()

@@ -1,4 +1,4 @@
-"""What must hold for every mechanism, checked on the machine and dtype at hand; needs no outside reference.
+"""What must hold for every mechanism, checked on this machine and for a chosen dtype; needs no outside reference.
 
 `depthmix verify` prints these as a table, the tests run them for every mechanism and option, and a mechanism that
 another package registers gets them too.
@@ -126,18 +126,18 @@ def check_paths(probe: Probe, traced: Trace) -> Iterator[Check]:
 
 def check_start(name: str, options: Mapping[str, Any], probe: Probe) -> Iterator[Check]:
     """`preserves_prenorm`: M of ones, rows that are constant, or neither."""
-    fresh = make_probe(name, options, dtype=probe.dtype, device=probe.x.device, spread=0, **sizes(probe))
-    said = fresh.stack.facts.preserves_prenorm
-    traced = trace(fresh.stack, fresh.x, fresh.sublayers)
+    initial = make_probe(name, options, dtype=probe.dtype, device=probe.x.device, spread=0, **probe_sizes(probe))
+    claim = initial.stack.facts.preserves_prenorm
+    traced = trace(initial.stack, initial.x, initial.sublayers)
     n = traced.M.shape[-1]
     lower = torch.ones(n, n, dtype=traced.M.dtype, device=traced.M.device).tril()
     exact = float((traced.M - lower).abs().max())
     first = traced.M[..., :1]
     scaled = float((traced.M / first - lower).abs().max()) if first.abs().min() > 0 else float("inf")
     bound = ONES[probe.dtype]
-    if said == "exact":
+    if claim == "exact":
         yield Check("starts as PreNorm: M is 1", exact, bound)
-    elif said == "up to scale":
+    elif claim == "up to scale":
         yield Check("starts as PreNorm up to scale", scaled, bound)
         yield Check("… and not exactly, as it says", float(exact <= bound), 0)
     else:
@@ -148,13 +148,15 @@ def check_facts(probe: Probe, traced: Trace) -> Iterator[Check]:
     facts = probe.stack.facts
     count = sum(p.numel() for p in probe.stack.parameters())
     yield Check(f"owns {facts.parameters} parameters", abs(count - facts.parameters), 0)
-    alone = distance(traced.inputs[0], traced.sources[0])
-    yield Check("the read of one source is that source, whatever the parameters", alone, TOLERANCE[probe.dtype])
+    error = distance(traced.inputs[0], traced.sources[0])
+    yield Check("the read of one source is that source, whatever the parameters", error, TOLERANCE[probe.dtype])
     grouped = {id(p) for group in param_groups(probe.stack) for p in group["params"]}
     yield Check("param_groups holds every parameter", len({id(p) for p in probe.stack.parameters()} ^ grouped), 0)
     if facts.row_sums is not None:
-        want = torch.tensor(facts.row_sums, dtype=traced.M.dtype, device=traced.M.device)
-        yield Check("row sums", distance(traced.row_sums(), want.expand(traced.M.shape[:-1])), TOLERANCE[probe.dtype])
+        expected = torch.tensor(facts.row_sums, dtype=traced.M.dtype, device=traced.M.device)
+        yield Check(
+            "row sums", distance(traced.row_sums(), expected.expand(traced.M.shape[:-1])), TOLERANCE[probe.dtype]
+        )
     if facts.rank is not None:
         excess = int(traced.rank().max()) - facts.rank
         yield Check(f"semiseparable rank is at most {facts.rank}", max(excess, 0), 0)
@@ -162,11 +164,13 @@ def check_facts(probe: Probe, traced: Trace) -> Iterator[Check]:
 
 def check_meta(name: str, options: Mapping[str, Any], probe: Probe) -> Iterator[Check]:
     """Parameters without storage: `list`, `show` and `train` count them before anything is allocated."""
-    want = {key: p.shape for key, p in probe.stack.named_parameters()}
+    shapes = {key: p.shape for key, p in probe.stack.named_parameters()}
     try:
         with torch.device("meta"):
             stack = DepthStack(name, dim=probe.stack.dim, depth=probe.stack.depth, **options)
-        reason = "" if {key: p.shape for key, p in stack.named_parameters()} == want else ": other parameters than here"
+        reason = (
+            "" if {key: p.shape for key, p in stack.named_parameters()} == shapes else ": other parameters than here"
+        )
     except Exception as error:  # whatever it is, the check says it
         cause = error.__cause__ or error
         reason = f": {type(cause).__name__}: {cause}"
@@ -177,35 +181,35 @@ def check_spec(probe: Probe) -> Iterator[Check]:
     with torch.no_grad():
         states = probe.states()
     lead = probe.x.shape[:-1]
-    wrong = unsealed = foreign = 0
+    wrong_shapes = unsealed = wrong_dtypes = 0
     for index, state in enumerate(states):
         spec = probe.stack.spec(index)
-        wrong += [tuple(t.shape) for t in state] != [(*lead, *shape) for shape in spec.shapes[: len(state)]]
-        wrong += not spec.essential <= len(state) <= len(spec.shapes)
-        foreign += sum(t.dtype != probe.dtype for t in state[: spec.essential])
+        wrong_shapes += [tuple(t.shape) for t in state] != [(*lead, *shape) for shape in spec.shapes[: len(state)]]
+        wrong_shapes += not spec.essential <= len(state) <= len(spec.shapes)
+        wrong_dtypes += sum(t.dtype != probe.dtype for t in state[: spec.essential])
         for later in states[index + 1 :]:
             unsealed += sum(not torch.equal(a, b) for a, b in zip(state[: spec.sealed], later, strict=False))
-    yield Check("spec tells the shapes of every state", wrong, 0)
+    yield Check("spec tells the shapes of every state", wrong_shapes, 0)
     yield Check("sealed tensors never change", unsealed, 0)
-    yield Check("the state keeps the stream's dtype", foreign, 0)
+    yield Check("the state keeps the stream's dtype", wrong_dtypes, 0)
 
 
 def check_slices(probe: Probe) -> Iterator[Check]:
     """Cut at every site and resume: from the plain tuple the same bits, from its essential part equal to rounding."""
     with torch.no_grad():
         whole = probe.run()
-        kept, dropped = 0, 0.0
+        changed, dropped = 0, 0.0  # cuts with other bits; the largest error without derived tensors
         for cut, state in enumerate(probe.states()):
             if not 0 < cut < len(probe.stack):
                 continue
             head, tail = probe.stack.slice(0, cut), probe.stack.slice(cut, len(probe.stack))
-            kept += not torch.equal(resume(tail, tuple(t.clone() for t in state), probe), whole)
+            changed += not torch.equal(resume(tail, tuple(t.clone() for t in state), probe), whole)
             sent = head.begin(probe.x)
             for mixer, f in head.pairs(probe.sublayers[:cut]):
                 sent = mixer.step(sent, f)
             for essential in (sent, state[: probe.stack.spec(cut).essential]):
                 dropped = max(dropped, distance(resume(tail, essential, probe), whole))
-    yield Check("cut anywhere and resumed: the same bits", kept, 0)
+    yield Check("cut anywhere and resumed: the same bits", changed, 0)
     yield Check("… with derived tensors dropped", dropped, TOLERANCE[probe.dtype])
 
 
@@ -217,10 +221,10 @@ def resume(tail: DepthStack, state: State, probe: Probe) -> Tensor:
 
 def check_locality(probe: Probe) -> Iterator[Check]:
     with torch.no_grad():
-        together = probe.run().flatten(0, -2)
+        batched = probe.run().flatten(0, -2)
         tokens = probe.x.flatten(0, -2)
-        alone = torch.stack([probe.stack(token, probe.sublayers) for token in tokens])
-    yield Check("each token on its own, any leading shape", distance(alone, together), TOLERANCE[probe.dtype])
+        single = torch.stack([probe.stack(token, probe.sublayers) for token in tokens])
+    yield Check("each token on its own, any leading shape", distance(single, batched), TOLERANCE[probe.dtype])
 
 
 def check_gradients(probe: Probe) -> Iterator[Check]:
@@ -229,12 +233,12 @@ def check_gradients(probe: Probe) -> Iterator[Check]:
     dead = [name for name, g in plain.items() if g is None or not g.abs().max() > 0]
     yield Check(f"every parameter gets a gradient{': not ' + ', '.join(dead) if dead else ''}", len(dead), 0)
 
-    def rerun(mixer: Any, f: Any, state: State) -> State:
+    def checkpointed_step(mixer: Any, f: Any, state: State) -> State:
         out: State = checkpoint(lambda *s: mixer.step(s, f), *state, use_reentrant=False)
         return out
 
-    again = gradients(copy.deepcopy(stack), probe, rerun)
-    error = max((distance(again[n], g) for n, g in plain.items() if g is not None), default=0.0)
+    recomputed = gradients(copy.deepcopy(stack), probe, checkpointed_step)
+    error = max((distance(recomputed[n], g) for n, g in plain.items() if g is not None), default=0.0)
     yield Check("the same gradients under checkpointing", error, TOLERANCE[probe.dtype])
 
 
@@ -252,10 +256,10 @@ def gradients(stack: DepthStack, probe: Probe, step: Callable[[Any, Any, State],
 
 def check_twins(name: str, options: Mapping[str, Any], probe: Probe) -> Iterator[Check]:
     """Options under which a mechanism is another one, parameter for parameter."""
-    for own, other, theirs in type(probe.stack[0]).twins:
-        if own != options:
+    for twin_options, other, other_options in type(probe.stack[0]).twins:
+        if twin_options != options:
             continue
-        twin = make_probe(other, theirs, dtype=probe.dtype, device=probe.x.device, **sizes(probe))
+        twin = make_probe(other, other_options, dtype=probe.dtype, device=probe.x.device, **probe_sizes(probe))
         twin.stack.load_converted(probe.stack.state_dict())
         with torch.no_grad():
             yield Check(
@@ -265,7 +269,7 @@ def check_twins(name: str, options: Mapping[str, Any], probe: Probe) -> Iterator
             )
 
 
-def sizes(probe: Probe) -> dict[str, Any]:
+def probe_sizes(probe: Probe) -> dict[str, Any]:
     return {"dim": probe.stack.dim, "depth": probe.stack.depth, "tokens": tuple(probe.x.shape[:-1])}
 
 
@@ -275,11 +279,11 @@ def verify(
     *,
     dtype: torch.dtype = torch.float64,
     device: str | torch.device = "cpu",
-    **size: Any,
+    **sizes: Any,
 ) -> list[Check]:
     """Every invariant of one mechanism with one set of options."""
     options = options or {}
-    probe = make_probe(name, options, dtype=dtype, device=device, **size)
+    probe = make_probe(name, options, dtype=dtype, device=device, **sizes)
     traced = trace(probe.stack, probe.x, probe.sublayers)
     return [
         *check_rebuild(probe, traced),

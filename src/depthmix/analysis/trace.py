@@ -11,8 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,14 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
+from depthmix.analysis.recording import Record, copy_coefficients, recording, recording_values
 from depthmix.analysis.structure import effective_rank, row_sums, semiseparable_rank, sinks
-from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, State
+from depthmix.mechanisms import DepthStack, KVMixer, State
 from depthmix.support.files import read_tensors, replacing
 
 TraceKind = Literal["scalar", "head", "channel", "operator"]
 TENSORS = ("M", "sources", "inputs", "parts", "values")
 OPTIONAL = {"parts", "values"}
-ABOUT = ("kind", "mechanism", "options", "channels")
+METADATA = ("kind", "mechanism", "options", "channels")
 SUMMARY = {
     "scalar": "weight of each source",
     "head": "weight of each source, by head",
@@ -101,14 +101,14 @@ class Trace:
         return sinks(self.M)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file; an older one at `path` stays whole until the new one is complete."""
+        """Write a safetensors file; an older one at `path` stays intact until the new one is complete."""
         from safetensors.torch import save_file
 
         target = Path(path)
         tensors = {name: t for name in TENSORS if (t := getattr(self, name)) is not None}
-        about = json.dumps({field: getattr(self, field) for field in ABOUT})
+        fields = json.dumps({name: getattr(self, name) for name in METADATA})
         with replacing(target) as part:
-            save_file({k: t.contiguous() for k, t in tensors.items()}, part, {"depthmix.trace": about})
+            save_file({k: t.contiguous() for k, t in tensors.items()}, part, {"depthmix.trace": fields})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -116,104 +116,13 @@ class Trace:
             raise FileNotFoundError(f"no trace at {path}; expected a file that Trace.save wrote")
         tensors, metadata = read_tensors(Path(path), "Save the trace again")
         try:
-            about = json.loads(metadata.get("depthmix.trace", "null"))
+            fields = json.loads(metadata.get("depthmix.trace", "null"))
         except json.JSONDecodeError:
-            about = None
-        complete = isinstance(about, dict) and set(about) == set(ABOUT) and about["kind"] in SUMMARY
+            fields = None
+        complete = isinstance(fields, dict) and set(fields) == set(METADATA) and fields["kind"] in SUMMARY
         if not complete or not set(TENSORS) - OPTIONAL <= set(tensors) <= set(TENSORS):
             raise ValueError(f"{path} is a safetensors file but no trace; expected one that Trace.save wrote")
-        return cls(**tensors, **about)
-
-
-@dataclass
-class Record:
-    """One forward pass of a stack."""
-
-    embedding: Tensor | None = None
-    inputs: dict[int, Tensor] = field(default_factory=dict)
-    coefficients: dict[int, Any] = field(default_factory=dict)
-    outputs: dict[int, Tensor] = field(default_factory=dict)  # y, in the stream's dtype
-    written: dict[int, Tensor] = field(default_factory=dict)  # what `value` makes of it
-
-
-@contextmanager
-def recording(stack: DepthStack) -> Iterator[Record]:
-    """While open, the stack's mixers run coeff → combine → value → update, never a fast path, and are recorded."""
-    record = Record()
-
-    def begin(x: Tensor) -> State:
-        if record.embedding is not None:
-            raise ValueError("begin was called twice; trace one forward pass")
-        record.embedding = x.clone()
-        return type(stack).begin(stack, x)
-
-    def read(mixer: DepthMixer, state: State) -> tuple[Tensor, Any]:
-        site = mixer.site.index
-        if site in record.inputs:
-            raise ValueError(f"site {site} was read twice; trace one forward pass, with a mixer for each execution")
-        if record.embedding is None:
-            raise ValueError(f"{stack.name}: begin of the stack was not called; expected it before site {site} is read")
-        if site != len(record.inputs):
-            raise ValueError(
-                f"site {site} was read after {len(record.inputs)} others; expected the sites in their order"
-            )
-        if len(record.written) < site:
-            raise ValueError(f"site {site - 1} was not written; expected a write after each read, before site {site}")
-        mixer.check_state(state)
-        essential = state[: mixer.expects.essential]
-        c = mixer.coeff(essential)
-        h = mixer.combine(essential, c)
-        record.coefficients[site], record.inputs[site] = c, h.clone()  # a sublayer may work on h in place
-        return h, c
-
-    def write(mixer: DepthMixer, state: State, c: Any, y: Tensor) -> State:
-        site = mixer.site.index
-        if site in record.written:
-            raise ValueError(f"site {site} was written twice; trace one forward pass")
-        essential = state[: mixer.expects.essential]
-        y = mixer.checked_output(essential, y)
-        c, v = mixer.value(essential, c, y)
-        record.outputs[site], record.coefficients[site], record.written[site] = y.clone(), c, v.clone()
-        return mixer.update(essential, c, v)
-
-    patched: list[tuple[nn.Module, str]] = []
-
-    def patch(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-        setattr(module, name, function)  # an instance attribute: it hides the method until it is deleted
-        patched.append((module, name))
-
-    try:
-        patch(stack, "begin", begin)
-        for mixer in stack.all_mixers():
-            patch(mixer, "read", lambda state, m=mixer: read(m, state))
-            patch(mixer, "write", lambda state, c, y, m=mixer: write(m, state, c, y))
-        yield record
-    finally:
-        for module, name in patched:
-            delattr(module, name)
-
-
-@contextmanager
-def recording_values(model: nn.Module) -> Iterator[list[tuple[KVMixer, Any, Tensor]]]:
-    """While open, each run of a value mixer is recorded: the mixer, its coefficients and the key beside the value."""
-    layers: list[tuple[KVMixer, Any, Tensor]] = []
-
-    def recorded(mixer: KVMixer) -> Callable[[Tensor, Tensor, State], Any]:
-        def coeff(q: Tensor, k: Tensor, kv: State) -> Any:
-            c = type(mixer).coeff(mixer, q, k, kv)
-            layers.append((mixer, snapshot(c), k))
-            return c
-
-        return coeff
-
-    mixers = [m for m in model.modules() if isinstance(m, KVMixer)]
-    try:
-        for mixer in mixers:
-            mixer.coeff = recorded(mixer)  # type: ignore[method-assign, assignment]
-        yield layers
-    finally:
-        for mixer in mixers:
-            mixer.__dict__.pop("coeff", None)
+        return cls(**tensors, **fields)
 
 
 def value_matrix(layers: Sequence[tuple[KVMixer, Any, Tensor]]) -> Tensor | None:
@@ -277,16 +186,16 @@ def trace(
             model(x, sublayers)
         else:
             model(x, **inputs)
-    found = assemble(stack, record, channels)
-    found.values = value_matrix(layers)
-    return found
+    traced = assemble(stack, record, channels)
+    traced.values = value_matrix(layers)
+    return traced
 
 
 def find_stack(model: nn.Module) -> DepthStack:
     stacks = {name: m for name, m in model.named_modules() if isinstance(m, DepthStack)}
     if len(stacks) != 1:
-        found = f"{len(stacks)} of them ({', '.join(stacks)})" if stacks else "none"
-        raise ValueError(f"{type(model).__name__} holds {found}; expected one DepthStack among its modules")
+        count = f"{len(stacks)} of them ({', '.join(stacks)})" if stacks else "none"
+        raise ValueError(f"{type(model).__name__} holds {count}; expected one DepthStack among its modules")
     return next(iter(stacks.values()))
 
 
@@ -294,7 +203,7 @@ def assemble(stack: DepthStack, record: Record, channels: Sequence[int] | None) 
     missing = [i for i in range(stack.depth + 1) if i not in record.inputs]
     if record.embedding is None or missing:
         raise ValueError(f"sites {missing} of {stack.name} were not read; expected a forward pass through all of them")
-    coefficients = [snapshot(record.coefficients[i]) for i in range(stack.depth + 1)]
+    coefficients = [copy_coefficients(record.coefficients[i]) for i in range(stack.depth + 1)]
     mixer = next(iter(stack))
     if mixer.operator_valued:
         kind: TraceKind = "operator"
@@ -316,16 +225,6 @@ def assemble(stack: DepthStack, record: Record, channels: Sequence[int] | None) 
     )
 
 
-def snapshot(c: Any) -> Any:
-    """Coefficients as they were: some are parameters, which the next optimiser step changes."""
-    if isinstance(c, Tensor):
-        return c.detach().clone()
-    if isinstance(c, tuple):
-        parts = [snapshot(part) for part in c]
-        return type(c)(*parts) if hasattr(c, "_fields") else tuple(parts)
-    return c
-
-
 def mixing_matrix(
     stack: DepthStack, coefficients: Sequence[Any], x: Tensor, groups: int, channels: Sequence[int] | None
 ) -> Tensor:
@@ -344,16 +243,16 @@ def mixing_matrix(
 def operator_parts(stack: DepthStack, coefficients: Sequence[Any], written: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Contributions [row, i, ..., D] of the real writes, and their gains [..., row, i]."""
     n = stack.depth + 1
-    alone = []
+    isolated = []  # each write, with the others zero
     for i, v in enumerate(written):
         wide = ops.wide(v)
-        alone.append(torch.stack([wide if j == i else torch.zeros_like(wide) for j in range(n)]))
-    rows, states = replay(stack, coefficients, alone)
-    held = [s[0].flatten(-2) for s in states]  # [i, ..., M·D] before each row
-    first = torch.stack([held[i][i] for i in range(n)])  # each write as it entered
+        isolated.append(torch.stack([wide if j == i else torch.zeros_like(wide) for j in range(n)]))
+    rows, states = replay(stack, coefficients, isolated)
+    streams = [s[0].flatten(-2) for s in states]  # [i, ..., M·D] before each row
+    first = torch.stack([streams[i][i] for i in range(n)])  # each write as it entered
     tiny = torch.finfo(first.dtype).tiny
     direction = first / first.abs().amax(-1, keepdim=True).clamp(min=tiny)  # nothing of the writes' size is squared
-    size = (first * direction).sum(-1).clamp(min=tiny)
-    gain = torch.stack([(s * direction).sum(-1) / size for s in held])  # [row, i, ...]
+    scale = (first * direction).sum(-1).clamp(min=tiny)
+    gain = torch.stack([(s * direction).sum(-1) / scale for s in streams])  # [row, i, ...]
     causal = torch.ones(n, n, device=gain.device).tril().view(n, n, *[1] * (gain.dim() - 2))
     return torch.stack(rows), (gain * causal.to(gain.dtype)).movedim((0, 1), (-2, -1))

@@ -1,0 +1,113 @@
+"""Record one forward pass through the protocol: what each site reads, computes and writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, State
+
+
+@dataclass
+class Record:
+    """One forward pass of a stack."""
+
+    embedding: Tensor | None = None
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    coefficients: dict[int, Any] = field(default_factory=dict)
+    outputs: dict[int, Tensor] = field(default_factory=dict)  # y, in the stream's dtype
+    written: dict[int, Tensor] = field(default_factory=dict)  # what `value` makes of it
+
+
+@contextmanager
+def recording(stack: DepthStack) -> Iterator[Record]:
+    """While open, the stack's mixers run coeff → combine → value → update, never a fast path, and are recorded."""
+    record = Record()
+
+    def begin(x: Tensor) -> State:
+        if record.embedding is not None:
+            raise ValueError("begin was called twice; trace one forward pass")
+        record.embedding = x.clone()
+        return type(stack).begin(stack, x)
+
+    def read(mixer: DepthMixer, state: State) -> tuple[Tensor, Any]:
+        site = mixer.site.index
+        if site in record.inputs:
+            raise ValueError(f"site {site} was read twice; trace one forward pass, with a mixer for each execution")
+        if record.embedding is None:
+            raise ValueError(f"{stack.name}: begin of the stack was not called; expected it before site {site} is read")
+        if site != len(record.inputs):
+            raise ValueError(
+                f"site {site} was read after {len(record.inputs)} others; expected the sites in their order"
+            )
+        if len(record.written) < site:
+            raise ValueError(f"site {site - 1} was not written; expected a write after each read, before site {site}")
+        mixer.check_state(state)
+        essential = state[: mixer.expects.essential]
+        c = mixer.coeff(essential)
+        h = mixer.combine(essential, c)
+        record.coefficients[site], record.inputs[site] = c, h.clone()  # a sublayer may work on h in place
+        return h, c
+
+    def write(mixer: DepthMixer, state: State, c: Any, y: Tensor) -> State:
+        site = mixer.site.index
+        if site in record.written:
+            raise ValueError(f"site {site} was written twice; trace one forward pass")
+        essential = state[: mixer.expects.essential]
+        y = mixer.checked_output(essential, y)
+        c, v = mixer.value(essential, c, y)
+        record.outputs[site], record.coefficients[site], record.written[site] = y.clone(), c, v.clone()
+        return mixer.update(essential, c, v)
+
+    patched: list[tuple[nn.Module, str]] = []
+
+    def patch(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        setattr(module, name, function)  # an instance attribute: it hides the method until it is deleted
+        patched.append((module, name))
+
+    try:
+        patch(stack, "begin", begin)
+        for mixer in stack.all_mixers():
+            patch(mixer, "read", lambda state, m=mixer: read(m, state))
+            patch(mixer, "write", lambda state, c, y, m=mixer: write(m, state, c, y))
+        yield record
+    finally:
+        for module, name in patched:
+            delattr(module, name)
+
+
+@contextmanager
+def recording_values(model: nn.Module) -> Iterator[list[tuple[KVMixer, Any, Tensor]]]:
+    """While open, each run of a value mixer is recorded: the mixer, its coefficients and the key beside the value."""
+    layers: list[tuple[KVMixer, Any, Tensor]] = []
+
+    def recording_coeff(mixer: KVMixer) -> Callable[[Tensor, Tensor, State], Any]:
+        def coeff(q: Tensor, k: Tensor, kv: State) -> Any:
+            c = type(mixer).coeff(mixer, q, k, kv)
+            layers.append((mixer, copy_coefficients(c), k))
+            return c
+
+        return coeff
+
+    mixers = [m for m in model.modules() if isinstance(m, KVMixer)]
+    try:
+        for mixer in mixers:
+            mixer.coeff = recording_coeff(mixer)  # type: ignore[method-assign, assignment]
+        yield layers
+    finally:
+        for mixer in mixers:
+            mixer.__dict__.pop("coeff", None)
+
+
+def copy_coefficients(c: Any) -> Any:
+    """As they are now: some are parameters, which the next optimiser step changes."""
+    if isinstance(c, Tensor):
+        return c.detach().clone()
+    if isinstance(c, tuple):
+        parts = [copy_coefficients(part) for part in c]
+        return type(c)(*parts) if hasattr(c, "_fields") else tuple(parts)
+    return c
