@@ -10,7 +10,7 @@ __all__ = ["Trace", "effective_rank", "row_sums", "semiseparable_rank", "sinks",
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`figures` is imported when it is asked for."""
-    if name == "figures":
+    """`figures` and `invariants` are imported when they are used first."""
+    if name in ("figures", "invariants"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
