@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthmix.models.init import seed_of
+from depthmix.support.files import seed_of
 from depthmix.training import TrainConfig, checkpoint, loop, ranks, resume
 from depthmix.training.manifest import path_of
 from depthmix.training.run import Run

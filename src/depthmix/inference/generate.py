@@ -5,7 +5,6 @@ Axes: B batch, T token, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from depthmix.inference.cache import DynamicCache, PreallocatedCache, check_batch
 from depthmix.models import Decoder
+from depthmix.support.files import seed_of
 
 Prompts = Sequence[Sequence[int]] | Tensor
 AnyCache = DynamicCache | PreallocatedCache
@@ -72,8 +72,8 @@ def stream(
         compiled: the decode step under `torch.compile`: one graph for all steps, kept for each model and cache shape.
     """
     check_sampling(max_new_tokens, temperature, top_k, top_p, chunk)
-    tokens, valid = padded(prompts, model.config.vocab_size, model.embed.weight.device)
-    seeds = seeds_of(seed, len(tokens))
+    tokens, valid = pad_prompts(prompts, model.config.vocab_size, model.embed.weight.device)
+    seeds = row_seeds(seed, len(tokens))
     stops = stop_ids(stop, model.config.vocab_size)
     held = make_cache(model, cache, compiled, len(tokens), tokens.shape[1] + max(0, max_new_tokens - 1))
     step = compiled_step(model, held) if compiled else decode
@@ -184,10 +184,10 @@ class Sampler:
 
 def row_seed(seed: int, row: int) -> int:
     """The seed of a row: rows of one seed, and neighbouring seeds, have nothing in common."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {row}".encode()).digest()[:7], "big")
+    return seed_of(seed, row, separator=" ")  # a space, with which every text so far was drawn
 
 
-def seeds_of(seed: int | Sequence[int], batch: int) -> list[int]:
+def row_seeds(seed: int | Sequence[int], batch: int) -> list[int]:
     if isinstance(seed, int):
         return [row_seed(seed, row) for row in range(batch)]
     if len(seed) != batch:
@@ -195,7 +195,7 @@ def seeds_of(seed: int | Sequence[int], batch: int) -> list[int]:
     return list(seed)
 
 
-def padded(prompts: Prompts, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+def pad_prompts(prompts: Prompts, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Tokens [B, T], padded on the left, and which of them are valid; None: all."""
     if isinstance(prompts, Tensor):
         if prompts.dim() != 2 or prompts.is_floating_point() or prompts.dtype == torch.bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
+
+from depthmix.support.files import seed_of
 
 if TYPE_CHECKING:
     from depthmix.mechanisms import DepthMixer, KVMixer
@@ -59,8 +60,3 @@ def start_of(name: str) -> str:
         if re.fullmatch(pattern, name):
             return start
     raise ValueError(f"{name} has no line in the table of initialisation, models/init.py")
-
-
-def seed_of(*words: object) -> int:
-    """A seed from a few words, the same everywhere."""
-    return int.from_bytes(hashlib.sha256("/".join(map(str, words)).encode()).digest()[:7], "big")

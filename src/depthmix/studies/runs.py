@@ -21,7 +21,7 @@ import torch
 from depthmix.support.files import write_text
 from depthmix.training.config import TrainConfig
 from depthmix.training.flops import flops_per_token
-from depthmix.training.folder import Result, finished_result, locked, stop_signals
+from depthmix.training.folder import Result, finished_result, run_lock, stop_signals
 
 TRAIN = (sys.executable, "-m", "depthmix", "train", "--config")  # and the file
 LOG, ASKED = "log.txt", "asked.toml"
@@ -196,10 +196,10 @@ def threads_of(jobs: int) -> int:
 def free(folder: Path) -> bool:
     """Whether nobody trains there: the child of a study that was killed, or another study."""
     try:
-        locked(folder / "lock").close()
+        with run_lock(folder):
+            return True
     except ValueError:
         return False
-    return True
 
 
 def complete(task: Task) -> Result | None:

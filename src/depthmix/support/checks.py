@@ -1,9 +1,10 @@
-"""What users give, checked in one place: options and their ranges, KEY=VALUE, paths, devices, memory."""
+"""What users give, checked in one place: options and their ranges, KEY=VALUE, paths, devices, memory, packages."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import json
 import math
 import os
@@ -82,6 +83,17 @@ def check_device(name: torch.device | str) -> torch.device:
     if not works:
         raise ValueError(f"device={str(name)!r} is not available; try cpu, or cuda or mps where torch finds one")
     return device
+
+
+def import_package(module: str, needed_by: str, install: str) -> Any:
+    """A package that only some uses need; where it is not installed, an error with the word after `pip install`."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        name = module.split(".")[0]
+        raise ModuleNotFoundError(
+            f"{needed_by} needs the package {name}: pip install {install}", name=error.name
+        ) from None
 
 
 def check_option(name: str, value: object, hint: Any) -> None:

@@ -1,4 +1,7 @@
-"""Files that are whole or not there: written beside their place, flushed, renamed. And read: damage names its file."""
+"""Files that are whole or not there: written beside their target, flushed, renamed; read so that damage names its file.
+
+Also locks, and hashes of files and of words.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,44 @@ FORMAT = 2  # of the files of models and runs; `mechanisms.legacy` reads the old
 
 
 def digest(path: Path) -> str:
-    found = hashlib.sha256()
+    """SHA-256 of a file's content."""
+    content = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
-            found.update(block)
-    return found.hexdigest()
+            content.update(block)
+    return content.hexdigest()
+
+
+def seed_of(*words: object, separator: str = "/") -> int:
+    """A seed from a few words, the same everywhere: seeds of different words have nothing in common.
+
+    Weights and texts are drawn with it, so neither the formula nor the separator of a use may ever change.
+    """
+    return int.from_bytes(hashlib.sha256(separator.join(map(str, words)).encode()).digest()[:7], "big")
+
+
+@contextmanager
+def lock(path: Path, refusal: str | None = None) -> Iterator[None]:
+    """One process at a time; the lock goes with the process, however it ends.
+
+    Args:
+        path: a file that exists for this only; it stays when the lock ends.
+        refusal: of the ValueError where another process has the lock; None: wait for it, with a note on stderr.
+    """
+    with path.open("w") as file:
+        try:
+            import fcntl
+        except ModuleNotFoundError:  # Windows: nothing keeps a second process out
+            yield
+            return
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if refusal is not None:
+                raise ValueError(refusal) from None
+            print(f"waiting for another process at {path}", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager
@@ -82,26 +118,26 @@ def read_json(path: Path, remedy: str) -> Any:
 
 def read_object(path: Path, remedy: str, needed: tuple[str, ...] = ()) -> dict[str, Any]:
     """A JSON object that has the fields `needed`."""
-    found = read_json(path, remedy)
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} is damaged: it holds a {type(found).__name__}, not an object. {remedy}")
-    if missing := [name for name in needed if name not in found]:
+    content = read_json(path, remedy)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: it holds a {type(content).__name__}, not an object. {remedy}")
+    if missing := [name for name in needed if name not in content]:
         raise ValueError(f"{path} is damaged: it lacks {', '.join(missing)}. {remedy}")
-    return found
+    return content
 
 
 def read_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, one a line."""
-    found = []
+    """The objects of a JSONL file, one per line."""
+    objects = []
     for number, line in enumerate(read_text(path, remedy).splitlines(), 1):
         try:
-            one = json.loads(line)
+            content = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}, is damaged: no JSON ({error}). {remedy}") from error
-        if not isinstance(one, dict):
+        if not isinstance(content, dict):
             raise ValueError(f"{path}, line {number}, is damaged: {line[:40]!r} is not an object. {remedy}")
-        found.append(one)
-    return found
+        objects.append(content)
+    return objects
 
 
 def parse_toml(text: str, where: str, remedy: str) -> dict[str, Any]:
@@ -126,25 +162,25 @@ def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Any], dict[str, str
         raise ValueError(f"{path} is damaged or no safetensors file ({error}). {remedy}") from error
 
 
-def format_of(found: Mapping[str, Any], where: object) -> int:
+def format_of(content: Mapping[str, Any], where: object) -> int:
     """The format of a file; 1 where it says none, as in 0.1.0. One that this version does not know is an error."""
-    number = found.get("format", 1)
+    number = content.get("format", 1)
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"{where} has format {number!r}; expected a whole number from 1 to {FORMAT}. Restore the file")
     if number > FORMAT:
         raise ValueError(
-            f"{where} has format {number}, written by depthmix {found.get('depthmix', '(a later version)')}; this "
+            f"{where} has format {number}, written by depthmix {content.get('depthmix', '(a later version)')}; this "
             f"version reads formats 1 to {FORMAT}. Install a newer depthmix"
         )
     return number
 
 
-def toml_lines(found: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[str]:
+def toml_lines(table: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[str]:
     """TOML has no null: fields that are None are left out, which is their default."""
-    for name, value in found.items():
+    for name, value in table.items():
         if value is not None and not isinstance(value, Mapping):
             yield f"{name} = {toml_value(value)}"
-    for name, value in found.items():
+    for name, value in table.items():
         if isinstance(value, Mapping):
             yield f"\n[{'.'.join((*above, name))}]"
             yield from toml_lines(value, (*above, name))

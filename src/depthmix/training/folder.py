@@ -10,13 +10,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from depthmix.models.io import check_weights
-from depthmix.support.files import format_of, parse_toml, read_object, read_text, write_text
+from depthmix.support.files import format_of, lock, parse_toml, read_object, read_text, write_text
 from depthmix.training import ranks
 from depthmix.training.build import RESULT_AGAIN, read_config
 from depthmix.training.config import RESTORE, TrainConfig
@@ -53,13 +53,13 @@ def claim_folder(config: TrainConfig, resume: bool) -> Iterator[None]:
     """The folder is this run's while it is open: no other process trains in it, and nothing that could be resumed
     has another configuration."""
     folder = Path(config.run.folder)
-    handle: list[IO[str]] = []
+    held_lock = ExitStack()
 
     def claim() -> None:
         if ranks.rank() != 0:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        handle.append(locked(folder / "lock"))
+        held_lock.enter_context(run_lock(folder))
         has_config = (folder / CONFIG).is_file()
         has_run = bool(list_checkpoints(folder / "checkpoints")) or (folder / RESULT).is_file()
         if has_run and not has_config:
@@ -76,8 +76,7 @@ def claim_folder(config: TrainConfig, resume: bool) -> Iterator[None]:
         ranks.first_then_others(claim)
         yield
     finally:
-        for file in handle:
-            file.close()
+        held_lock.close()
 
 
 def check_same(old: TrainConfig, new: TrainConfig, problem: str) -> None:
@@ -95,19 +94,8 @@ def remove_run(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def locked(path: Path) -> IO[str]:
-    """The lock goes with the process, however it ends."""
-    file = path.open("w")
-    try:
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ModuleNotFoundError:  # Windows
-        pass
-    except BlockingIOError:
-        file.close()
-        raise ValueError(f"another process trains in {path.parent}; wait for it, or choose another folder") from None
-    return file
+def run_lock(folder: Path) -> AbstractContextManager[None]:
+    return lock(folder / "lock", f"another process trains in {folder}; wait for it, or choose another folder")
 
 
 def finished_result(config: TrainConfig) -> Result | None:

@@ -15,9 +15,8 @@ import torch
 
 from depthmix.data import Batches
 from depthmix.models import Decoder, count_parameters, update_balance
-from depthmix.models.init import seed_of
 from depthmix.support.checks import check_device
-from depthmix.support.files import FORMAT
+from depthmix.support.files import FORMAT, seed_of
 from depthmix.training import ranks
 from depthmix.training.bad_loss import WINDOW, check_loss, skip_or_stop
 from depthmix.training.build import check_apart, export, initial_model, open_corpus
