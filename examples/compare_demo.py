@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import depthmix as dm
-from depthmix.inference import load_tokenizer
+from depthmix.data import load_tokenizer
 
 RATES = {"residual": 1.5e-3, "block_attnres": 3e-3, "depth_attention": 3e-3}  # of docs/results/demo_rates.md
 SIZE = ("--depth", "12", "--dim", "96", "--tokens", "6e5", "--tokenizer", "bpe:1024", "--set", "data.rows=4")

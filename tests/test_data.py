@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthmix.data import Batches, Corpus, prepare, sources, tokenizers, validation_batches
+from depthmix.data import (
+    Batches,
+    ByteTokenizer,
+    Corpus,
+    load_tokenizer,
+    manifest,
+    prepare,
+    shards,
+    sources,
+    validation_batches,
+)
 from depthmix.data.batches import shuffled
 from depthmix.data.sources import Piece, open_source, stdlib_files
-from depthmix.inference import ByteTokenizer, load_tokenizer
+from depthmix.support.files import lock
 
 
 def needs(name: str) -> pytest.MarkDecorator:
@@ -75,6 +86,18 @@ def test_byte_tokens_are_those_of_generation(texts: Path, tmp_path: Path) -> Non
     first = documents(found, "train")[0].decode()
     assert found.train[: len(first.encode())].tolist() == ByteTokenizer().encode(first)
     assert isinstance(load_tokenizer(found.folder, found.vocab_size), ByteTokenizer)
+
+
+def test_one_text_and_a_batch_of_documents_have_the_same_ids(texts: Path, tmp_path: Path) -> None:
+    text = "Text 7 says é.\n"
+    names = ("bytes", "bpe:300") if importlib.util.find_spec("tokenizers") else ("bytes",)
+    for name in names:
+        corpus = prepare(str(texts), tokenizer=name, folder=tmp_path / name)
+        tokenizer = load_tokenizer(corpus.folder, corpus.vocab_size)
+        batch = tokenizer.encode_batch([text.encode(), b""])
+        assert [ids.tolist() for ids in batch] == [tokenizer.encode(text), []]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert (tokenizer.size, tokenizer.separator) == (corpus.vocab_size, corpus.separator)
 
 
 def test_a_file_stays_on_its_side_when_others_are_added(texts: Path, tmp_path: Path) -> None:
@@ -224,7 +247,7 @@ def test_an_unknown_source_or_tokenizer_is_named(texts: Path, tmp_path: Path) ->
 def test_a_long_text_is_read_in_pieces_that_end_with_lines_or_characters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "PIECE", 16)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 16)
     data = ("a\nshort line\n" + "é€😀" * 30 + "\nend").encode()
     (tmp_path / "long.txt").write_bytes(data)
     pieces = list(sources.text_pieces(tmp_path / "long.txt", 0.5, 0, None))
@@ -340,12 +363,10 @@ def test_hashes_are_read_once_a_process_unless_asked(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
-    from depthmix.data import corpus
-
     seen: list[Path] = []
     prepare(str(texts), folder=tmp_path / "out")
-    whole = corpus.digest
-    monkeypatch.setattr(corpus, "digest", lambda path: (seen.append(path), whole(path))[1])
+    whole = manifest.digest
+    monkeypatch.setattr(manifest, "digest", lambda path: (seen.append(path), whole(path))[1])
     Corpus.load(tmp_path / "out")
     assert not seen
     Corpus.load(tmp_path / "out", verify=True)
@@ -387,13 +408,13 @@ def test_several_shards_are_one_array(texts: Path, tmp_path: Path) -> None:
 
 SLOW = """
 import sys, time
-from depthmix.data import tokenizers, prepare
-whole = tokenizers.Bytes.encode
+from depthmix.data import ByteTokenizer, prepare
+whole = ByteTokenizer.encode_batch
 def slow(self, texts):
     print("encoding", flush=True)
     time.sleep(float(sys.argv[3]))
     return whole(self, texts)
-tokenizers.Bytes.encode = slow
+ByteTokenizer.encode_batch = slow
 print(prepare(sys.argv[1], folder=sys.argv[2]).digest)
 """
 
@@ -426,16 +447,40 @@ def test_two_processes_prepare_one_folder_once(texts: Path, tmp_path: Path) -> N
     assert first.communicate()[0].split() == [found.digest]
 
 
+def test_a_lock_is_waited_for_or_refused_and_ends_with_its_block(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("fcntl", reason="no locks on this system")
+    path = tmp_path / "lock"
+    entered = threading.Event()
+
+    def wait() -> None:
+        with lock(path):
+            entered.set()
+
+    waiting = threading.Thread(target=wait)
+    with lock(path):
+        with pytest.raises(ValueError, match="it is taken"), lock(path, "it is taken"):
+            pass
+        waiting.start()
+        assert not entered.wait(0.3)
+    waiting.join()
+    assert entered.is_set()
+    assert capsys.readouterr().err == f"waiting for another process at {path}\n"
+    with lock(path, "it is taken"):
+        pass
+
+
 def test_a_full_disk_is_said_and_leaves_nothing(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
 
-    def full(self: tokenizers.Writer) -> None:
+    def full(self: shards.Writer) -> None:
         self.path = self.folder / f"{self.name}-00000.bin"
-        self.file, self.room, self.hash = open("/dev/full", "wb", 0), self.limit, tokenizers.hashlib.sha256()  # noqa: SIM115
+        self.file, self.room, self.hash = open("/dev/full", "wb", 0), self.limit, shards.hashlib.sha256()  # noqa: SIM115
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizers.Writer, "open_next", full)
+        patch.setattr(shards.Writer, "open_next", full)
         with pytest.raises(OSError, match=r"No space left on device.*train-00000\.bin"):
             prepare(str(texts), folder=tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -446,23 +491,23 @@ def test_a_full_disk_is_said_and_leaves_nothing(texts: Path, tmp_path: Path, mon
 def test_a_source_that_changes_while_it_is_read_is_an_error(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = tokenizers.Bytes.encode
+    whole = ByteTokenizer.encode_batch
 
-    def disturbed(self: tokenizers.Bytes, pieces: list[bytes]) -> list[np.ndarray]:
+    def disturbed(self: ByteTokenizer, pieces: list[bytes]) -> list[np.ndarray]:
         (texts / "part2" / "38.txt").write_text("changed")
         return whole(self, pieces)
 
-    monkeypatch.setattr(tokenizers.Bytes, "encode", disturbed)
-    monkeypatch.setattr(tokenizers, "GROUP", 100)
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", disturbed)
+    monkeypatch.setattr(shards, "GROUP_BYTES", 100)
     with pytest.raises(ValueError, match="changed while it was read"):
         prepare(str(texts), folder=tmp_path / "out")
 
 
 def test_every_document_is_counted_once(texts: Path) -> None:
     def two() -> Iterator[Piece]:
-        yield Piece(place=0.1, data=b"ab", last=False)
-        yield Piece(place=0.1, data=b"c")
-        yield Piece(place=0.9, data=b"d")
+        yield Piece(split_value=0.1, data=b"ab", last=False)
+        yield Piece(split_value=0.1, data=b"c")
+        yield Piece(split_value=0.9, data=b"d")
 
     found = sources.census(sources.Source(name="x", read=two))
     assert (found.documents, found.bytes, found.lowest, found.highest) == (2, 4, 0.1, 0.9)
@@ -563,7 +608,7 @@ def test_a_restored_place_continues_exactly(steps: int, ranks: int) -> None:
 
 def test_a_place_in_other_data_is_refused() -> None:
     saved = Batches(np.arange(500), tokens_per_row=7, rows=6, seed=3).state()
-    with pytest.raises(ValueError, match="saved place is in data with windows=71, here it is 57"):
+    with pytest.raises(ValueError, match="saved position is in data with windows=71, here it is 57"):
         Batches(np.arange(400), tokens_per_row=7, rows=6, seed=3).restore(saved)
     with pytest.raises(ValueError, match="rows=6, rank=0, ranks=4; expected rows that the ranks share evenly"):
         Batches(np.arange(400), tokens_per_row=7, rows=6, seed=3, ranks=4)

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from depthmix.data import ByteTokenizer, load_tokenizer
 from depthmix.inference import (
-    ByteTokenizer,
     DynamicCache,
     PreallocatedCache,
     TextStream,
     generate,
-    load_tokenizer,
     row_seed,
     stream,
 )

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from depthmix.cli import main
-from depthmix.inference import ByteTokenizer, generate
+from depthmix.data import ByteTokenizer
+from depthmix.inference import generate
 from depthmix.models import Decoder
 from depthmix.models.io import load_model, save_model
 from depthmix.support.files import digest

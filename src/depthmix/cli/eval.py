@@ -13,7 +13,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from depthmix.data.tokenizers import FILE, Bytes, Encoder, FromFile
+from depthmix.data.tokenizers import TOKENIZER_FILE, BatchTokenizer, ByteTokenizer, FileTokenizer
 from depthmix.models import Decoder
 from depthmix.support.terminal import console
 from depthmix.training import Score, read_config, score
@@ -51,7 +51,8 @@ def run(
         tokens = torch.as_tensor(corpus.validation[:].astype("int64"))
         found = score(model, tokens, corpus.bytes_per_token * len(tokens), row, rows, watched)
     else:
-        found = score_file(model, file, Bytes() if data.tokenizer == "bytes" else encoder(folder, data.path), row, rows)
+        tokenizer = ByteTokenizer() if data.tokenizer == "bytes" else run_tokenizer(folder, data.path)
+        found = score_file(model, file, tokenizer, row, rows)
     if export is not None:
         export_model(model, export, tokenizer_file(folder, data.path))
     if json:
@@ -65,11 +66,11 @@ def run(
     return 0
 
 
-def score_file(model: Decoder, file: Path, encoder: Encoder, row: int, rows: int) -> Score:
+def score_file(model: Decoder, file: Path, tokenizer: BatchTokenizer, row: int, rows: int) -> Score:
     if not file.is_file():
         raise FileNotFoundError(f"no file {file}; expected a text")
     content = file.read_bytes()
-    ids = torch.as_tensor(encoder.encode([content])[0].astype("int64"))
+    ids = torch.as_tensor(tokenizer.encode_batch([content])[0].astype("int64"))
     if len(ids) < 2:
         raise ValueError(f"{file} has {len(ids)} tokens; expected at least 2: the first is not predicted")
     return score(model, ids, len(content), row, rows, watched)
@@ -82,14 +83,14 @@ def watched(batches: Sequence[Tensor]) -> Iterable[Tensor]:
     return track(batches, "reading", console=console(stderr=True), transient=True, disable=not sys.stderr.isatty())
 
 
-def encoder(folder: Path, data: Path) -> Encoder:
+def run_tokenizer(folder: Path, data: Path) -> FileTokenizer:
     """As in training: nothing is put around a text, nothing is cut off."""
     file = tokenizer_file(folder, data)
     if not file.is_file():
         raise FileNotFoundError(f"no {file}; expected the tokenizer that {folder} was trained with")
-    return FromFile(file)
+    return FileTokenizer(file)
 
 
 def tokenizer_file(folder: Path, data: Path) -> Path:
-    final = folder / "final" / FILE
-    return final if final.is_file() else data / FILE
+    final = folder / "final" / TOKENIZER_FILE
+    return final if final.is_file() else data / TOKENIZER_FILE

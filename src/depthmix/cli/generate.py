@@ -13,7 +13,8 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from depthmix.inference import TextStream, Tokenizer, load_tokenizer, stream
+from depthmix.data import load_tokenizer
+from depthmix.inference import TextStream, Tokenizer, stream
 from depthmix.models.io import load_model
 
 

@@ -3,44 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from depthmix.data.shards import Tokens
+
 ROUNDS = 8
-RUN = 1024  # windows whose place is computed at once
-
-
-class Tokens:
-    """Ids of one side: its shards as one array, of which a slice is read at a time."""
-
-    def __init__(self, paths: list[Path], dtype: str) -> None:
-        self.dtype = np.dtype(dtype)
-        sizes = [path.stat().st_size // self.dtype.itemsize for path in paths]
-        self.parts = [np.asarray(np.memmap(p, self.dtype, "r")) for p, size in zip(paths, sizes, strict=True) if size]
-        self.ends = list(accumulate((len(part) for part in self.parts), initial=0))
-
-    def __len__(self) -> int:
-        return self.ends[-1]
-
-    def __getitem__(self, wanted: slice) -> np.ndarray:
-        start, stop, step = wanted.indices(len(self))
-        if step != 1:
-            raise ValueError(f"step {step}; expected a slice of neighbours")
-        first = bisect_right(self.ends, start) - 1
-        found = []
-        while start < stop:
-            end = min(stop, self.ends[first + 1])
-            found.append(self.parts[first][start - self.ends[first] : end - self.ends[first]])
-            start, first = end, first + 1
-        return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, self.dtype)])
+RUN_LENGTH = 1024  # neighbours of a permutation that are computed at once
 
 
 def shuffled(indices: np.ndarray, count: int, key: str) -> np.ndarray:
@@ -52,21 +26,21 @@ def shuffled(indices: np.ndarray, count: int, key: str) -> np.ndarray:
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
     keys = np.frombuffer(hashlib.sha512(key.encode()).digest(), "<u8")
-    found = indices.astype(np.uint64)
-    outside = np.ones(found.shape, bool)
+    sent = indices.astype(np.uint64)
+    outside = np.ones(sent.shape, bool)
     while outside.any():
-        left, right = found[outside] >> half, found[outside] & mask
+        left, right = sent[outside] >> half, sent[outside] & mask
         for number in range(ROUNDS):
             left, right = right, left ^ (scrambled(right + keys[number]) & mask)
-        found[outside] = (left << half) | right
-        outside = found >= count
-    return found.astype(np.int64)
+        sent[outside] = (left << half) | right
+        outside = sent >= count
+    return sent.astype(np.int64)
 
 
 @lru_cache(maxsize=8)
-def run(number: int, count: int, key: str) -> list[int]:
+def shuffled_run(number: int, count: int, key: str) -> list[int]:
     """The `number`-th run of neighbours of a permutation."""
-    return shuffled(np.arange(number * RUN, min((number + 1) * RUN, count)), count, key).tolist()
+    return shuffled(np.arange(number * RUN_LENGTH, min((number + 1) * RUN_LENGTH, count)), count, key).tolist()
 
 
 def scrambled(x: np.ndarray) -> np.ndarray:
@@ -76,14 +50,14 @@ def scrambled(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def windows(tokens: Tokens | np.ndarray, tokens_per_row: int) -> int:
+def count_windows(tokens: Tokens | np.ndarray, tokens_per_row: int) -> int:
     """Rows that a text has: neighbours share one token, so every token but the first is predicted once."""
     return max(len(tokens) - 1, 0) // tokens_per_row
 
 
-def gather(tokens: Tokens | np.ndarray, chosen: list[int], tokens_per_row: int) -> Tensor:
-    rows = np.empty((len(chosen), tokens_per_row + 1), np.int64)
-    for row, window in zip(rows, chosen, strict=True):
+def gather_rows(tokens: Tokens | np.ndarray, windows: list[int], tokens_per_row: int) -> Tensor:
+    rows = np.empty((len(windows), tokens_per_row + 1), np.int64)
+    for row, window in zip(rows, windows, strict=True):
         row[:] = tokens[window * tokens_per_row : (window + 1) * tokens_per_row + 1]
     return torch.from_numpy(rows)
 
@@ -111,7 +85,7 @@ class Batches:
             raise ValueError(f"rows={rows}, rank={rank}, ranks={ranks}; expected rows that the ranks share evenly")
         self.tokens, self.tokens_per_row, self.rows = tokens, tokens_per_row, rows
         self.rank, self.ranks, self.seed = rank, ranks, seed
-        self.windows = windows(tokens, tokens_per_row)
+        self.windows = count_windows(tokens, tokens_per_row)
         if self.windows < rows:
             raise ValueError(
                 f"{len(tokens):,} training tokens are {self.windows} rows of {tokens_per_row}; expected at least one "
@@ -126,15 +100,16 @@ class Batches:
         share = self.rows // self.ranks
         first = self.position + self.rank * share
         chosen = []
-        for at in range(first, first + share):
-            ahead, index = divmod(at, self.windows)
-            chosen.append(run(index // RUN, self.windows, f"{self.seed} {self.epoch + ahead}")[index % RUN])
+        for position in range(first, first + share):
+            ahead, index = divmod(position, self.windows)
+            run = shuffled_run(index // RUN_LENGTH, self.windows, f"{self.seed} {self.epoch + ahead}")
+            chosen.append(run[index % RUN_LENGTH])
         ahead, self.position = divmod(self.position + self.rows, self.windows)
         self.epoch += ahead
-        return gather(self.tokens, chosen, self.tokens_per_row)
+        return gather_rows(self.tokens, chosen, self.tokens_per_row)
 
     def state(self) -> dict[str, int]:
-        """The place of the next batch, the same on every rank."""
+        """The position of the next batch, the same on every rank."""
         return {
             "seed": self.seed,
             "epoch": self.epoch,
@@ -147,8 +122,8 @@ class Batches:
         for name in ("windows", "tokens_per_row"):
             if state[name] != getattr(self, name):
                 raise ValueError(
-                    f"the saved place is in data with {name}={state[name]}, here it is {getattr(self, name)}; expected "
-                    "the same tokens and length of rows"
+                    f"the saved position is in data with {name}={state[name]}, here it is {getattr(self, name)}; "
+                    "expected the same tokens and length of rows"
                 )
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
 
@@ -157,14 +132,12 @@ def validation_batches(
     tokens: Tokens | np.ndarray, tokens_per_row: int, rows: int, limit: int | None = None
 ) -> Iterator[Tensor]:
     """The same `limit` batches every time, spread over the whole side; None or 0: all of it. The last may be short."""
-    count = windows(tokens, tokens_per_row)
+    count = count_windows(tokens, tokens_per_row)
     if count == 0:
         raise ValueError(
             f"{len(tokens):,} validation tokens are less than one row of {tokens_per_row} + 1; expected more text, a "
             "larger validation share or shorter rows"
         )
     end = min(count, limit * rows) if limit else count
-    return (
-        gather(tokens, shuffled(np.arange(start, min(start + rows, end)), count, "validation").tolist(), tokens_per_row)
-        for start in range(0, end, rows)
-    )
+    batches = (np.arange(start, min(start + rows, end)) for start in range(0, end, rows))
+    return (gather_rows(tokens, shuffled(batch, count, "validation").tolist(), tokens_per_row) for batch in batches)

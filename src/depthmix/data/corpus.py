@@ -1,38 +1,27 @@
 """A source as tokens on disk: prepared once, checked whenever it is opened.
 
 A prepared folder holds `train-00000.bin`, `validation-00000.bin` and so on (bare little-endian ids), `tokenizer.json`
-unless tokens are bytes, and `manifest.json` with sizes and hashes of all of them. It is made beside its place and
+unless tokens are bytes, and `manifest.json` with sizes and hashes of all of them. It is made beside its target and
 renamed, so it is there whole or not at all.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthmix.data.batches import Tokens
+from depthmix.data.manifest import MANIFEST, REMEDY, SIDES, check_file, describe_file, read_manifest, write_manifest
+from depthmix.data.shards import SHARD_BYTES, Tokens, Writer, write_shards
 from depthmix.data.sources import Census, Progress, Source, census, open_source, watched
-from depthmix.data.tokenizers import FILE, SHARD, Writer, full_name, make_encoder, write_shards
+from depthmix.data.tokenizers import TOKENIZER_FILE, BatchTokenizer, identify_tokenizer, make_tokenizer
 from depthmix.support.checks import user_path
-from depthmix.support.files import digest, flush, read_json, version
-
-FORMAT = 1
-MANIFEST = "manifest.json"
-SIDES = ("train", "validation")
-# What says nothing about the tokens: the same text prepared elsewhere has the same digest.
-ASIDE = ("digest", "depthmix", "source", "stamp")
-AGAIN = "Remove the folder and prepare it again"
-checked: set[tuple[Any, ...]] = set()  # files whose hash this process has seen to be right
+from depthmix.support.files import flush, lock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +40,14 @@ class Corpus:
         Args:
             verify: compare hashes too; None: where this process has not done so since the file was last written.
         """
-        place = Path(folder)
-        manifest = read_manifest(place / MANIFEST)
+        folder = Path(folder)
+        manifest = read_manifest(folder)
         tokenizer = manifest["tokenizer"]["file"]
-        for about in ([tokenizer] if tokenizer else []) + [s for side in SIDES for s in manifest[side]["shards"]]:
-            check_file(place / about["file"], about, verify)
-        sides = {
-            s: Tokens([place / shard["file"] for shard in manifest[s]["shards"]], manifest["dtype"]) for s in SIDES
-        }
-        return cls(folder=place, manifest=manifest, **sides)
+        shards = {side: manifest[side]["shards"] for side in SIDES}
+        for entry in ([tokenizer] if tokenizer else []) + [entry for side in SIDES for entry in shards[side]]:
+            check_file(folder, entry, verify)
+        tokens = {side: Tokens([folder / entry["file"] for entry in shards[side]], manifest["dtype"]) for side in SIDES}
+        return cls(folder=folder, manifest=manifest, **tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -81,7 +69,7 @@ class Corpus:
 
     @property
     def digest(self) -> str:
-        """Of documents, split, tokenizer and tokens, wherever they lie."""
+        """Of documents, split, tokenizer and tokens, wherever they are."""
         return str(self.manifest["digest"])
 
 
@@ -93,7 +81,7 @@ def prepare(
     validation: float = 0.05,
     seed: int = 0,
     field: str = "text",
-    shard_bytes: int = SHARD,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Corpus:
     """Tokenise a source into `folder`, once: what is there already is checked and opened.
 
@@ -109,27 +97,23 @@ def prepare(
     if not 0 < validation < 1:
         raise ValueError(f"validation={validation}; expected a share between 0 and 1")
     target = Path(folder)
-    wish = {"tokenizer": full_name(tokenizer), "share": validation, "seed": seed, "field": field}
+    request = Request(
+        source=source, tokenizer=tokenizer, name=identify_tokenizer(tokenizer), share=validation, seed=seed, field=field
+    )
     target.parent.mkdir(parents=True, exist_ok=True)
-    with alone(target.with_name(f".{target.name}.lock")):
+    with lock(target.with_name(f".{target.name}.lock")):
         if (target / MANIFEST).is_file():
-            found = Corpus.load(target)
-            check_wish(found, source, wish)
-            return found
+            corpus = Corpus.load(target)
+            check_request(corpus, request)
+            return corpus
         if target.is_dir() and any(target.iterdir()):
-            raise FileExistsError(f"{target} has files but no {MANIFEST}; {AGAIN.lower()}, or choose another folder")
+            raise FileExistsError(f"{target} has files but no {MANIFEST}; {REMEDY.lower()}, or choose another folder")
         # Whoever made this was interrupted: the lock is ours.
         part = target.with_name(f".{target.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         try:
-            build(
-                open_source(source, field=field, share=validation, seed=seed),
-                tokenizer,
-                wish,
-                part,
-                shard_bytes,
-            )
+            build(request, part, shard_bytes)
             if target.is_dir():
                 target.rmdir()
             part.rename(target)
@@ -139,147 +123,119 @@ def prepare(
     return Corpus.load(target)
 
 
-@contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """One process at a time; the lock goes with the process, however it ends."""
-    try:
-        import fcntl
-    except ModuleNotFoundError:  # Windows: a second process fails at the rename, and harms nothing
-        yield
-        return
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another process at {path}", file=sys.stderr, flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What `prepare` is asked for."""
+
+    source: str
+    tokenizer: str
+    name: str  # of the tokenizer, as the manifest keeps it
+    share: float  # of the documents that is held out
+    seed: int
+    field: str
+
+    def open(self) -> Source:
+        return open_source(self.source, field=self.field, share=self.share, seed=self.seed)
+
+    def settings(self) -> dict[str, Any]:
+        """As the manifest keeps them."""
+        return {"share": self.share, "seed": self.seed, "field": self.field}
 
 
-def build(source: Source, tokenizer: str, wish: dict[str, Any], folder: Path, shard_bytes: int) -> None:
+def build(request: Request, folder: Path, shard_bytes: int) -> None:
     """One pass counts and hashes, one may train the tokenizer, one writes."""
     begun = time.monotonic()
+    source = request.open()
     if source.skipped:
         names = ", ".join(source.skipped[:5]) + (" …" if len(source.skipped) > 5 else "")
         print(f"{source.name}: left out {len(source.skipped)} files that are no text: {names}", file=sys.stderr)
-    found = census(source, progress := Progress("reading", source.bytes))
-    bound = boundary(source, found, wish["share"])
-    encoder = make_encoder(tokenizer, folder, (piece for piece in source.read() if piece.place >= bound))
-    dtype = "<u2" if encoder.size <= 1 << 16 else "<u4"
-    if encoder.separator is None:
-        print(f"{tokenizer} has no token that ends a document: documents follow each other bare", file=sys.stderr)
-    writers = tuple(Writer(folder, side, dtype, shard_bytes) for side in SIDES)
+    counted = census(source, progress := Progress("reading", source.bytes))
+    bound = split_bound(source, counted, request.share)
+    training_pieces = (piece for piece in source.read() if piece.split_value >= bound)
+    tokenizer = make_tokenizer(request.tokenizer, folder, training_pieces)
+    if tokenizer.separator is None:
+        print(
+            f"{request.tokenizer} has no token that ends a document: documents follow each other bare", file=sys.stderr
+        )
+    dtype = "<u2" if tokenizer.size <= 1 << 16 else "<u4"
+    writers = {side: Writer(folder, side, dtype, shard_bytes) for side in SIDES}
     progress.what = "tokenising"
-    again: list[Census] = []
+    if write_sides(source, tokenizer, bound, writers, progress) != counted:
+        raise ValueError(f"{source.name} changed while it was read. Prepare it again when nothing writes to it")
+    file = folder / TOKENIZER_FILE
+    write_manifest(
+        folder,
+        {
+            "source": source.name,
+            "stamp": source.stamp,
+            **request.settings(),
+            "documents": {"count": counted.documents, "bytes": counted.bytes, "sha256": counted.sha256},
+            "tokenizer": {
+                "name": request.name,
+                "vocab_size": tokenizer.size,
+                "separator": tokenizer.separator,
+                "file": describe_file(file) if file.is_file() else None,
+            },
+            "dtype": dtype,
+            **{side: writer.manifest() for side, writer in writers.items()},
+        },
+    )
+    sizes = " + ".join(f"{writer.count.tokens:,} {side}" for side, writer in writers.items())
+    took = time.monotonic() - begun
+    print(f"{source.name}: {counted.documents:,} documents, {sizes} tokens, {took:.1f} s", file=sys.stderr, flush=True)
+
+
+def write_sides(
+    source: Source, tokenizer: BatchTokenizer, bound: float, writers: dict[str, Writer], progress: Progress
+) -> Census:
+    """The shards of both sides; what was read for them is counted once more."""
+    counted: list[Census] = []
     try:
-        write_shards(watched(source.read(), progress, again.append), encoder, bound, (writers[0], writers[1]))
-        for writer in writers:
+        write_shards(watched(source.read(), progress, counted.append), tokenizer, bound, **writers)
+        for writer in writers.values():
             writer.close()
     finally:
         progress.end()
-        for writer in writers:
+        for writer in writers.values():
             writer.abandon()
-    if again[0] != found:
-        raise ValueError(f"{source.name} changed while it was read. Prepare it again when nothing writes to it")
-    file = folder / FILE
-    own = {"file": FILE, "bytes": file.stat().st_size, "sha256": digest(file)} if file.is_file() else None
-    manifest = {
-        "format": FORMAT,
-        "depthmix": version(),
-        "source": source.name,
-        "stamp": source.stamp,
-        **{key: wish[key] for key in ("share", "seed", "field")},
-        "documents": {"count": found.documents, "bytes": found.bytes, "sha256": found.sha256},
-        "tokenizer": {
-            "name": wish["tokenizer"],
-            "vocab_size": encoder.size,
-            "separator": encoder.separator,
-            "file": own,
-        },
-        "dtype": dtype,
-        **{side: writer.about() for side, writer in zip(SIDES, writers, strict=True)},
-    }
-    text = json.dumps({**manifest, "digest": digest_of(manifest)}, indent=1) + "\n"
-    (folder / MANIFEST).write_text(text, encoding="utf-8")
-    flush(folder / MANIFEST)
-    flush(folder)
-    sizes = " + ".join(f"{writer.count.tokens:,} {side}" for side, writer in zip(SIDES, writers, strict=True))
-    took = time.monotonic() - begun
-    print(f"{source.name}: {found.documents:,} documents, {sizes} tokens, {took:.1f} s", file=sys.stderr, flush=True)
+    return counted[0]
 
 
-def boundary(source: Source, found: Census, share: float) -> float:
-    """Places below it are held out: the share, moved where that leaves one side without any document."""
-    if found.lowest >= found.highest:
+def split_bound(source: Source, counted: Census, share: float) -> float:
+    """Split values below it are held out: the share, moved where that leaves one side without any document."""
+    if counted.lowest >= counted.highest:
         raise ValueError(
-            f"{source.name} has {found.documents} different documents that can be split; expected two or more, so that "
-            "one is held out"
+            f"{source.name} has {counted.documents} different documents that can be split; expected two or more, so "
+            "that one is held out"
         )
-    if found.lowest >= share:
-        return math.nextafter(found.lowest, 1.0)
-    return min(share, found.highest)
+    if counted.lowest >= share:
+        return math.nextafter(counted.lowest, 1.0)
+    return min(share, counted.highest)
 
 
-def digest_of(manifest: dict[str, Any]) -> str:
-    kept = {key: value for key, value in manifest.items() if key not in ASIDE}
-    kept["tokenizer"] = {k: v for k, v in kept["tokenizer"].items() if k != "name"}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"no {path}; expected a folder that depthmix prepared")
-    try:
-        manifest = read_json(path, AGAIN)
-        number = manifest["format"]
-        if number != FORMAT:
+def check_request(corpus: Corpus, request: Request) -> None:
+    """The folder must have what is asked for; the source by its content, or by its name if it is gone."""
+    manifest, folder = corpus.manifest, corpus.folder
+    prepared = {**manifest, "tokenizer": corpus.tokenizer_name}
+    for key, value in {"tokenizer": request.name, **request.settings()}.items():
+        if prepared[key] != value:
+            option = {"share": "validation"}.get(key, key)
             raise ValueError(
-                f"{path} has format {number!r}, written by depthmix {manifest.get('depthmix', '(unknown)')}; this "
-                f"version reads format {FORMAT}. {AGAIN}"
+                f"{folder} was prepared with {option}={prepared[key]!r}, not {value!r}. Choose another folder"
             )
-        whole = manifest["digest"] == digest_of(manifest) and {"source", "stamp"} <= set(manifest)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}). {AGAIN}") from error
-    if not whole:
-        raise ValueError(f"{path} was altered: its digest is not that of its content. {AGAIN}")
-    return dict(manifest)
-
-
-def check_file(path: Path, about: dict[str, Any], verify: bool | None) -> None:
-    if not path.is_file():
-        raise FileNotFoundError(f"no {path}, which {MANIFEST} names. {AGAIN}")
-    state = path.stat()
-    if state.st_size != about["bytes"]:
-        what = "truncated" if state.st_size < about["bytes"] else "altered"
-        raise ValueError(f"{path} is {what}: {state.st_size:,} bytes; {MANIFEST} says {about['bytes']:,}. {AGAIN}")
-    key = (str(path.resolve()), state.st_ino, state.st_mtime_ns, about["sha256"])
-    if verify or (verify is None and key not in checked):
-        if digest(path) != about["sha256"]:
-            raise ValueError(f"{path} is altered or damaged: its SHA-256 is not the one in {MANIFEST}. {AGAIN}")
-        checked.add(key)
-
-
-def check_wish(found: Corpus, source: str, wish: dict[str, Any]) -> None:
-    """What is there must be what is asked for; the source by its content, or by its name if it is gone."""
-    manifest, folder = found.manifest, found.folder
-    there = {"tokenizer": found.tokenizer_name, **{key: manifest[key] for key in ("share", "seed", "field")}}
-    for key, value in wish.items():
-        if there[key] != value:
-            name = {"share": "validation"}.get(key, key)
-            raise ValueError(f"{folder} was prepared with {name}={there[key]!r}, not {value!r}. Choose another folder")
     try:
-        now = open_source(source, field=wish["field"], share=wish["share"], seed=wish["seed"])
+        source = request.open()
     except FileNotFoundError:
-        if manifest["source"] == str(user_path(source).resolve()):
-            print(f"{source} is gone; going on with what {folder} has of it", file=sys.stderr, flush=True)
+        if manifest["source"] == str(user_path(request.source).resolve()):
+            print(f"{request.source} is gone; going on with what {folder} has of it", file=sys.stderr, flush=True)
             return
         raise
-    if now.stamp is None:  # a dataset, by name
-        same = now.name == manifest["source"]
+    if source.stamp is None:  # a dataset, by name
+        same = source.name == manifest["source"]
     else:
-        same = now.stamp == manifest["stamp"] or census(now).sha256 == manifest["documents"]["sha256"]
+        same = source.stamp == manifest["stamp"] or census(source).sha256 == manifest["documents"]["sha256"]
     if not same:
         raise ValueError(
-            f"{folder} was prepared from {manifest['source']}, whose content was not that of {source} now. Choose "
-            "another folder, or remove this one to prepare it again"
+            f"{folder} was prepared from {manifest['source']}, whose content was not that of {request.source} now. "
+            "Choose another folder, or remove this one to prepare it again"
         )

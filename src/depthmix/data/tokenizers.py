@@ -1,83 +1,107 @@
-"""Pieces of text to tokens, and tokens to shards.
+"""Text to tokens and back: one class for each kind of tokenizer, for training and generation alike.
 
-After every document comes a separator. Of byte tokens it is the byte 0, which no text holds: 256 ids are then enough,
-and `depthmix generate` reads such a model without a tokenizer. A separator counts as one byte of text, so that a byte
-model has exactly one byte a token, and bits per byte include the price of an end.
+Of byte tokens the separator is the byte 0, which no text holds: 256 ids are then enough, and `depthmix generate` reads
+such a model without a tokenizer.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
-from depthmix.data.sources import Piece, package
-from depthmix.inference.text import FileTokenizer
-from depthmix.support.checks import user_path
-from depthmix.support.files import digest, flush
+from depthmix.data.sources import Piece
+from depthmix.inference.text import Tokenizer
+from depthmix.support.checks import import_package, user_path
+from depthmix.support.files import digest, flush, read_object
 
-SHARD = 64 << 20  # bytes, at most
-GROUP = 1 << 20  # bytes of text that are encoded at once
-FILE = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 EXTRA = "'depthmix[train]'"
-END = "<|endoftext|>"
-ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")  # of ready tokenizers, the first that is there
+SEPARATOR = "<|endoftext|>"
+# Of ready tokenizers, the first that is in the vocabulary.
+SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 
 
-class Encoder(Protocol):
-    size: int
-    separator: int | None
+class BatchTokenizer(Tokenizer, Protocol):
+    """A tokenizer that a corpus can be made with: it also takes documents as bytes, many at once."""
 
-    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
-        """The ids of each text."""
+    size: int  # of the vocabulary
+    separator: int | None  # the id that ends every document
+
+    def encode_batch(self, texts: list[bytes]) -> list[np.ndarray]:
+        """The ids of each text, and nothing around them."""
 
 
-class Bytes:
+class ByteTokenizer:
+    """Bytes of UTF-8 as ids, 0 to 255."""
+
     size: int = 256
     separator: int | None = 0
 
-    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
+    def encode(self, text: str) -> list[int]:
+        # What a terminal could not decode reaches us as lone surrogates: their bytes again.
+        return list(text.encode("utf-8", errors="surrogateescape"))
+
+    def encode_batch(self, texts: list[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(text, np.uint8) for text in texts]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
 
-class FromFile:
-    """A `tokenizer.json`: text without the special tokens that it puts around a prompt."""
+
+class FileTokenizer:
+    """A `tokenizer.json`, read by the tokenizers package.
+
+    The whole text and nothing else: without the special tokens that the file puts around a prompt.
+    """
 
     def __init__(self, path: Path) -> None:
-        file = FileTokenizer(path)
-        self.inner, self.size = file.inner, file.size
+        tokenizers = import_package("tokenizers", str(path), EXTRA)
+        try:
+            self.inner = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises nothing narrower
+            raise ValueError(f"{path} is damaged or no tokenizer ({error})") from error
+        # One that was saved to feed a classifier would cut and fill every text.
+        self.inner.no_truncation()
+        self.inner.no_padding()
         vocabulary = self.inner.get_vocab()
-        self.separator: int | None = next((vocabulary[name] for name in ENDS if name in vocabulary), None)
+        self.size: int = max(vocabulary.values(), default=-1) + 1  # ids may have gaps
+        self.separator: int | None = next((vocabulary[name] for name in SEPARATORS if name in vocabulary), None)
 
-    def encode(self, texts: list[bytes]) -> list[np.ndarray]:
-        found = self.inner.encode_batch([text.decode("utf-8", "replace") for text in texts], add_special_tokens=False)
-        return [np.array(one.ids, np.uint32) for one in found]
+    def encode(self, text: str) -> list[int]:
+        return list(self.inner.encode(text, add_special_tokens=False).ids)
 
+    def encode_batch(self, texts: list[bytes]) -> list[np.ndarray]:
+        strings = [text.decode("utf-8", "replace") for text in texts]
+        return [np.array(one.ids, np.uint32) for one in self.inner.encode_batch(strings, add_special_tokens=False)]
 
-def count_ids(path: Path) -> int:
-    """How many ids a tokenizer.json may give, without the package that reads it."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        words = found["model"]["vocab"]  # a list of pairs for Unigram models
-        ids = [*(words.values() if isinstance(words, dict) else range(len(words)))]
-        return int(max(ids + [token["id"] for token in found["added_tokens"]])) + 1
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is damaged or no tokenizer ({type(error).__name__}: {error}). Choose another"
-        ) from error
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.inner.decode(list(ids)))
 
 
-def full_name(tokenizer: str) -> str:
-    """`bytes`, `bpe:SIZE`, or a file's by its content."""
+def load_tokenizer(directory: str | os.PathLike[str], vocab_size: int) -> BatchTokenizer:
+    """The `tokenizer.json` of a directory; without one, bytes where the vocabulary has at most 256 ids."""
+    path = Path(directory) / TOKENIZER_FILE
+    if path.is_file():
+        tokenizer = FileTokenizer(path)
+        if tokenizer.size > vocab_size:
+            raise ValueError(f"{path} has {tokenizer.size} ids; expected at most {vocab_size}, the model's vocabulary")
+        return tokenizer
+    if vocab_size <= ByteTokenizer.size:
+        return ByteTokenizer()
+    raise FileNotFoundError(
+        f"no {path}; a vocabulary of {vocab_size} ids is more than bytes: put the model's tokenizer.json there"
+    )
+
+
+def identify_tokenizer(tokenizer: str) -> str:
+    """The name that a manifest keeps: `bytes`, `bpe:SIZE`, or `file:` with a hash of the file's content."""
     if tokenizer == "bytes":
         return tokenizer
     if tokenizer.startswith("bpe:"):
@@ -91,116 +115,52 @@ def full_name(tokenizer: str) -> str:
     return f"file:{digest(path)[:16]}"
 
 
-def make_encoder(tokenizer: str, folder: Path, texts: Iterator[Piece]) -> Encoder:
+def vocabulary_size(tokenizer: str) -> int:
+    """How many ids the tokenizer of this name may give; a small corpus may give a BPE fewer."""
+    name = identify_tokenizer(tokenizer)
+    if name == "bytes":
+        return ByteTokenizer.size
+    return int(name.removeprefix("bpe:")) if name.startswith("bpe:") else count_ids(user_path(tokenizer))
+
+
+def count_ids(path: Path) -> int:
+    """How many ids a tokenizer.json may give, without the package that reads it."""
+    content = read_object(path, "Choose another", ("model", "added_tokens"))
+    try:
+        words = content["model"]["vocab"]  # a list of pairs for Unigram models
+        ids = [*(words.values() if isinstance(words, dict) else range(len(words)))]
+        return int(max(ids + [token["id"] for token in content["added_tokens"]])) + 1
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged or no tokenizer ({type(error).__name__}: {error}). Choose another"
+        ) from error
+
+
+def make_tokenizer(tokenizer: str, folder: Path, texts: Iterator[Piece]) -> BatchTokenizer:
     """Bytes; or what is put into `folder`: a copy of a file, or a BPE trained on `texts`."""
     if tokenizer == "bytes":
-        return Bytes()
+        return ByteTokenizer()
+    path = folder / TOKENIZER_FILE
     if tokenizer.startswith("bpe:"):
         print(f"training {tokenizer}", file=sys.stderr, flush=True)
-        train_bpe(int(tokenizer[4:]), texts, folder / FILE)
+        train_bpe(int(tokenizer[4:]), texts, path)
     else:
-        shutil.copyfile(user_path(tokenizer), folder / FILE)
-    flush(folder / FILE)
-    return FromFile(folder / FILE)
+        shutil.copyfile(user_path(tokenizer), path)
+    flush(path)
+    return FileTokenizer(path)
 
 
 def train_bpe(size: int, texts: Iterator[Piece], path: Path) -> None:
     """Over bytes, so that every text has ids; a small corpus may give fewer than `size`."""
-    hf = package("tokenizers", f"bpe:{size}", EXTRA)
-    inner = hf.Tokenizer(hf.models.BPE())
-    inner.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = hf.decoders.ByteLevel()
-    trainer = hf.trainers.BpeTrainer(
+    tokenizers = import_package("tokenizers", f"bpe:{size}", EXTRA)
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=[END],
-        initial_alphabet=sorted(hf.pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=[SEPARATOR],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     inner.train_from_iterator((piece.data.decode("utf-8", "replace") for piece in texts), trainer)
     inner.save(str(path))
-
-
-@dataclass
-class Count:
-    documents: int = 0
-    tokens: int = 0
-    bytes: int = 0
-
-
-class Writer:
-    """One side's tokens, in shards of at most `limit` bytes."""
-
-    def __init__(self, folder: Path, name: str, dtype: str, limit: int) -> None:
-        self.folder, self.name, self.dtype = folder, name, dtype
-        self.limit = limit - limit % np.dtype(dtype).itemsize
-        self.count = Count()
-        self.shards: list[dict[str, Any]] = []
-        self.file: Any = None
-        self.open_next()
-
-    def open_next(self) -> None:
-        self.path = self.folder / f"{self.name}-{len(self.shards):05d}.bin"
-        self.file, self.room, self.hash = self.path.open("wb"), self.limit, hashlib.sha256()
-
-    def add(self, ids: np.ndarray) -> None:
-        data = memoryview(np.ascontiguousarray(ids, self.dtype).tobytes())
-        self.count.tokens += len(ids)
-        while len(data) > self.room:
-            room = self.room
-            self.write(data[:room])
-            data = data[room:]
-            self.close()
-            self.open_next()
-        self.write(data)
-
-    def write(self, data: memoryview) -> None:
-        try:
-            self.file.write(data)
-        except OSError as error:
-            raise OSError(
-                error.errno, f"{os.strerror(error.errno or 0)}; nothing was kept of it", str(self.path)
-            ) from error
-        self.hash.update(data)
-        self.room -= len(data)
-
-    def close(self) -> None:
-        try:
-            self.file.close()
-        except OSError as error:
-            raise OSError(
-                error.errno, f"{os.strerror(error.errno or 0)}; nothing was kept of it", str(self.path)
-            ) from error
-        flush(self.path)
-        self.shards.append({"file": self.path.name, "bytes": self.limit - self.room, "sha256": self.hash.hexdigest()})
-
-    def abandon(self) -> None:
-        self.file.close()
-
-    def about(self) -> dict[str, Any]:
-        return {**vars(self.count), "shards": self.shards}
-
-
-def write_shards(pieces: Iterable[Piece], encoder: Encoder, bound: float, writers: tuple[Writer, Writer]) -> None:
-    """Training documents to the first writer; those with a place below `bound` to the second."""
-    group: list[Piece] = []
-    size = 0
-
-    def encode() -> None:
-        for piece, ids in zip(group, encoder.encode([piece.data for piece in group]), strict=True):
-            writer = writers[piece.place < bound]
-            writer.add(ids)
-            writer.count.bytes += len(piece.data)
-            if piece.last:
-                writer.count.documents += 1
-                if encoder.separator is not None:
-                    writer.add(np.array([encoder.separator]))
-                    writer.count.bytes += 1
-        group.clear()
-
-    for piece in pieces:
-        group.append(piece)
-        size += len(piece.data)
-        if size >= GROUP:
-            encode()
-            size = 0
-    encode()

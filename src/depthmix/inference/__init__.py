@@ -1,17 +1,15 @@
-"""Running a decoder: caches, generation, text."""
+"""Running a decoder: caches, generation, streamed text."""
 
 from depthmix.inference.cache import DynamicCache, PreallocatedCache
 from depthmix.inference.generate import generate, row_seed, stream
-from depthmix.inference.text import ByteTokenizer, TextStream, Tokenizer, load_tokenizer
+from depthmix.inference.text import TextStream, Tokenizer
 
 __all__ = [
-    "ByteTokenizer",
     "DynamicCache",
     "PreallocatedCache",
     "TextStream",
     "Tokenizer",
     "generate",
-    "load_tokenizer",
     "row_seed",
     "stream",
 ]

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from depthmix.data.tokenizers import vocabulary_size
 from depthmix.models import DecoderConfig
 from depthmix.support.checks import check_fields, check_positive, check_range
 from depthmix.support.files import FORMAT, format_of, parse_toml, read_text, toml_lines
-from depthmix.training.dial import dial_tokens, initial_std, learning_rate, split_mixer, vocabulary_size
+from depthmix.training.dial import dial_tokens, initial_std, learning_rate, split_mixer
 from depthmix.training.identity import digest_of
 
 RESTORE = "Restore the file, or choose another"

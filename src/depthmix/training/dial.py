@@ -6,22 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from depthmix.data.tokenizers import Bytes, count_ids, full_name
 from depthmix.mechanisms import is_kv
 from depthmix.models import DecoderConfig, count_parameters
-from depthmix.support.checks import user_path
 
 
 def dial_tokens(model: DecoderConfig) -> int:
     """20 tokens for each parameter that a token uses, without embeddings."""
     return 20 * count_parameters(model).active_without_embeddings
-
-
-def vocabulary_size(tokenizer: str) -> int:
-    name = full_name(tokenizer)
-    if name == "bytes":
-        return Bytes.size
-    return int(name.removeprefix("bpe:")) if name.startswith("bpe:") else count_ids(user_path(tokenizer))
 
 
 def split_mixer(mixer: str | Mapping[str, Any]) -> dict[str, Any]:
