@@ -157,16 +157,16 @@ def text_pieces(path: Path, split_value: float, start: int, stop: int | None) ->
     with path.open("rb") as file:
         file.seek(start)
         left = (path.stat().st_size if stop is None else stop) - start
-        held = b""
+        pending = b""
         while block := file.read(min(PIECE_BYTES, left)):
             left -= len(block)
-            held += block
+            pending += block
             if left > 0:
-                cut = held.rfind(b"\n") + 1 or whole_characters(held)
-                yield Piece(split_value=split_value, data=held[:cut], last=False)
-                held = held[cut:]
-        if held:
-            yield Piece(split_value=split_value, data=held)
+                cut = pending.rfind(b"\n") + 1 or whole_characters(pending)
+                yield Piece(split_value=split_value, data=pending[:cut], last=False)
+                pending = pending[cut:]
+        if pending:
+            yield Piece(split_value=split_value, data=pending)
 
 
 def whole_characters(data: bytes) -> int:

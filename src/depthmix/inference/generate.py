@@ -20,7 +20,7 @@ from depthmix.support.files import seed_of
 
 Prompts = Sequence[Sequence[int]] | Tensor
 AnyCache = DynamicCache | PreallocatedCache
-ROUND = 128  # capacities are multiples of it, so that prompts of about one length share a compiled step
+CAPACITY_STEP = 128  # capacities are multiples of it, so that prompts of about one length share a compiled step
 compiled_steps: WeakKeyDictionary[Decoder, dict[Any, Callable[..., Tensor]]] = WeakKeyDictionary()
 
 
@@ -75,10 +75,10 @@ def stream(
     tokens, valid = pad_prompts(prompts, model.config.vocab_size, model.embed.weight.device)
     seeds = row_seeds(seed, len(tokens))
     stops = stop_ids(stop, model.config.vocab_size)
-    held = make_cache(model, cache, compiled, len(tokens), tokens.shape[1] + max(0, max_new_tokens - 1))
-    step = compiled_step(model, held) if compiled else decode
+    kv_cache = make_cache(model, cache, compiled, len(tokens), tokens.shape[1] + max(0, max_new_tokens - 1))
+    step = compiled_step(model, kv_cache) if compiled else decode
     draw = Sampler(seeds, temperature, top_k, top_p)
-    return run(model, tokens, valid, held, step, draw, max_new_tokens, stops, chunk or tokens.shape[1])
+    return run(model, tokens, valid, kv_cache, step, draw, max_new_tokens, stops, chunk or tokens.shape[1])
 
 
 @torch.no_grad()
@@ -134,8 +134,8 @@ def compiled_step(model: Decoder, cache: AnyCache) -> Callable[..., Tensor]:
     key = (cache.shape, keys.dtype, keys.device)
     if key not in of_model:
         # Graphs are counted, and limited, for each code object: another shape or model gets one of its own.
-        own = types.FunctionType(decode.__code__.replace(), decode.__globals__, "decode")
-        of_model[key] = torch.compile(own, fullgraph=True, dynamic=False)
+        copy = types.FunctionType(decode.__code__.replace(), decode.__globals__, "decode")
+        of_model[key] = torch.compile(copy, fullgraph=True, dynamic=False)
     return of_model[key]
 
 
@@ -225,7 +225,7 @@ def make_cache(model: Decoder, cache: str | AnyCache | None, compiled: bool, bat
     if cache == "dynamic":
         return DynamicCache()
     if cache == "preallocated":
-        capacity = -(-columns // ROUND) * ROUND
+        capacity = -(-columns // CAPACITY_STEP) * CAPACITY_STEP
         return PreallocatedCache(model.config, batch, capacity, dtype=weight.dtype, device=weight.device)
     if not isinstance(cache, (DynamicCache, PreallocatedCache)):
         raise ValueError(f"cache={cache!r}; expected 'dynamic', 'preallocated', or a cache")

@@ -1,4 +1,4 @@
-"""Text out of tokens that come one by one."""
+"""Text of tokens, as it comes."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ class Tokenizer(Protocol):
 
 
 class TextStream:
-    """A character is given out when it is whole."""
+    """Text of tokens that come one by one: a character is emitted when it is whole."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
         self.context = 0  # ids from here on are decoded again: some tokenizers write a token by the one before it
-        self.given = 0  # ids whose text has been given out
+        self.emitted = 0  # ids whose text has been emitted
 
     def push(self, token: int) -> str:
         self.ids.append(token)
         text = self.pending()
-        return "" if text.endswith(REPLACEMENT) else self.give(text)
+        return "" if text.endswith(REPLACEMENT) else self.emit(text)
 
     def finish(self) -> str:
         """What is left, half characters replaced."""
-        return self.give(self.pending())
+        return self.emit(self.pending())
 
     def pending(self) -> str:
-        before = self.tokenizer.decode(self.ids[self.context : self.given])
+        before = self.tokenizer.decode(self.ids[self.context : self.emitted])
         return self.tokenizer.decode(self.ids[self.context :])[len(before) :]
 
-    def give(self, text: str) -> str:
+    def emit(self, text: str) -> str:
         if text:
-            self.context, self.given = self.given, len(self.ids)
+            self.context, self.emitted = self.emitted, len(self.ids)
         return text
