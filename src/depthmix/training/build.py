@@ -15,7 +15,7 @@ from depthmix.mechanisms.record import with_records
 from depthmix.models import Decoder, count_parameters, load_model, save_model
 from depthmix.models.decoder import empty_decoder
 from depthmix.support.checks import check_device, check_memory, user_path
-from depthmix.support.files import format_of, read_object, seed_of
+from depthmix.support.files import format_of, read_object
 from depthmix.training import checkpoint, ranks
 from depthmix.training.config import DataConfig, TrainConfig
 
