@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from depthmix.cli.train import Progress
+from depthmix.cli.train import TrainingProgress
 from depthmix.training import BadLoss, loop, train
 from depthmix.training.metrics import MetricsFile, read_metrics
 from depthmix.training.run import Run
@@ -30,7 +30,7 @@ def strict(text: str) -> Any:
 def test_a_skipped_step_tells_the_loss_as_it_is(
     value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain, progress, events = loop.gradients, Progress(1), []
+    plain, progress, events = loop.gradients, TrainingProgress(1), []
 
     def second_is_bad(run: Run) -> float:
         loss = plain(run)

@@ -509,7 +509,7 @@ def test_every_document_is_counted_once(texts: Path) -> None:
         yield Piece(split_value=0.1, data=b"c")
         yield Piece(split_value=0.9, data=b"d")
 
-    found = sources.census(sources.Source(name="x", read=two))
+    found = sources.census(two())
     assert (found.documents, found.bytes, found.lowest, found.highest) == (2, 4, 0.1, 0.9)
     assert open_source(str(texts), share=0.1, seed=0).bytes == sum(p.stat().st_size for p in texts.rglob("*.txt"))
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from depthmix.bench.processes import duration, say, stopwatch
+from depthmix.bench.processes import stopwatch
 from depthmix.bench.report import BASELINE
 from depthmix.bench.step import Options, compiler_options, ratios, with_control
 from depthmix.inference import PreallocatedCache
 from depthmix.models import Choice, Decoder, DecoderConfig
+from depthmix.support.terminal import format_duration, say
 
 
 def run(
@@ -49,7 +50,7 @@ def make_decode(model: Decoder, name: str, batch: int, capacity: int, compiled: 
         say(f"  compiling a decode step of {name} …")
         with stopwatch() as took:
             decode()
-        say(f"  compiled in {duration(took())}")
+        say(f"  compiled in {format_duration(took())}")
     return decode
 
 

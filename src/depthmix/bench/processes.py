@@ -11,7 +11,6 @@ import hashlib
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from depthmix import ops
+from depthmix.support.terminal import describe_signal, end_children, format_duration, say, start_child, track
 
 
 class ChildFailed(RuntimeError):
@@ -43,25 +43,17 @@ class Job:
 def run_child(job: Job) -> Any:
     """The result of a job in a process of its own, with the parent's number of threads and the parent's package."""
     order = {"target": job.target, "arguments": job.arguments, "threads": torch.get_num_threads(), "keep": job.keep}
-    source = str(Path(__file__).parents[2])
-    paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [sys.executable, "-m", "depthmix.bench"],
-        input=json.dumps(order),
-        stdout=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        check=False,
-    )
-    if done.returncode < 0:
-        name = signal.Signals(-done.returncode).name
-        hint = "; is there enough memory?" if name == "SIGKILL" else ""
-        raise ChildFailed(f"{job.label}: the child process was ended by {name}{hint}")
+    process = start_child("depthmix.bench", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        answer = json.loads(done.stdout)
+        output, _ = process.communicate(json.dumps(order).encode())
+    finally:
+        end_children([process])
+    if ending := describe_signal(process.returncode):
+        raise ChildFailed(f"{job.label}: the child process was {ending}")
+    try:
+        answer = json.loads(output)
     except ValueError:
-        raise ChildFailed(f"{job.label}: the child process ended with code {done.returncode}, no result") from None
+        raise ChildFailed(f"{job.label}: the child process ended with code {process.returncode}, no result") from None
     if "error" in answer:
         raise ChildFailed(f"{job.label}: {answer['error']}")
     return answer["result"]
@@ -103,7 +95,7 @@ def run_jobs(jobs: Sequence[Job], journal: Path | None = None) -> list[Any]:
             continue
         pace = spent / guessed if guessed else 1.0
         left = sum(took.get(j.label, j.seconds * pace) for j in jobs[number:])
-        say(f"[{number + 1}/{len(jobs)}] {job.label}; all that is left: about {duration(left)}")
+        say(f"[{number + 1}/{len(jobs)}] {job.label}; all that is left: about {format_duration(left)}")
         begun = time.monotonic()
         results.append(run_child(job))
         if journal is not None:
@@ -145,30 +137,9 @@ def read_journal(journal: Path | None) -> dict[str, Any]:
     return known
 
 
-def progress(label: str, every: float = 20.0) -> Any:
-    """Wrap rounds: the time left, in place on a terminal, elsewhere a line now and then."""
-    terminal = sys.stderr.isatty()
-
-    def wrap(steps: Sequence[int]) -> Iterator[int]:
-        begun = shown = time.monotonic()
-        for done, step in enumerate(steps):
-            yield step
-            now = time.monotonic()
-            left = (now - begun) / (done + 1) * (len(steps) - done - 1)
-            if terminal or now - shown > every:
-                text = f"  {label}: {done + 1} of {len(steps)} rounds, about {duration(left)} left"
-                print(
-                    f"\r{text}\033[K" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True
-                )
-                shown = now
-        if terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-    return wrap
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def progress(label: str) -> Any:
+    """Wrap rounds: how many are done and the time left, drawn between rounds only."""
+    return lambda rounds: track(rounds, f"  {label}", "rounds", len(rounds))
 
 
 @contextmanager
@@ -176,10 +147,6 @@ def stopwatch() -> Iterator[Callable[[], float]]:
     """A function that tells the seconds since the block began."""
     begun = time.monotonic()
     yield lambda: time.monotonic() - begun
-
-
-def duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def merged(results: Iterable[Mapping[str, Mapping[str, list[float]]]]) -> dict[str, dict[str, list[list[float]]]]:

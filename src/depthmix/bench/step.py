@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from depthmix.bench.model import BenchModel, Size, build, tokens_for
-from depthmix.bench.processes import duration, progress, say, stopwatch
+from depthmix.bench.processes import progress, stopwatch
 from depthmix.bench.report import BASELINE, CONTROL
 from depthmix.bench.timing import measure, paired
+from depthmix.support.terminal import format_duration, say
 
 Options = Mapping[str, Any]
 
@@ -68,7 +69,7 @@ def compile_now(name: str, model: BenchModel, x: Tensor) -> Callable[[Tensor], T
     with stopwatch() as took:
         make_step(model, call, x)()
         make_forward(call, x)()
-    say(f"  compiled {name} in {duration(took())}")
+    say(f"  compiled {name} in {format_duration(took())}")
     return call
 
 

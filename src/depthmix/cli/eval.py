@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import math
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from depthmix.data.tokenizers import TOKENIZER_FILE, BatchTokenizer, ByteTokenizer, FileTokenizer
 from depthmix.models import Decoder
-from depthmix.support.terminal import console
+from depthmix.support.terminal import track
 from depthmix.training import Score, read_config, score
 from depthmix.training.build import check_tokens, open_corpus, open_run
 from depthmix.training.build import export as export_model
@@ -49,19 +48,19 @@ def run(
         corpus = open_corpus(data)
         check_tokens(corpus, digest, folder)
         tokens = torch.as_tensor(corpus.validation[:].astype("int64"))
-        found = score(model, tokens, corpus.bytes_per_token * len(tokens), row, rows, watched)
+        result = score(model, tokens, corpus.bytes_per_token * len(tokens), row, rows, with_progress)
     else:
         tokenizer = ByteTokenizer() if data.tokenizer == "bytes" else run_tokenizer(folder, data.path)
-        found = score_file(model, file, tokenizer, row, rows)
+        result = score_file(model, file, tokenizer, row, rows)
     if export is not None:
         export_model(model, export, tokenizer_file(folder, data.path))
     if json:
-        print(json_format.dumps({"run": str(folder), "on": str(file or "validation"), **found._asdict()}, indent=2))
+        print(json_format.dumps({"run": str(folder), "on": str(file or "validation"), **result._asdict()}, indent=2))
     else:
-        what = "validation data" if file is None else str(file)
+        text = "validation data" if file is None else str(file)
         print(
-            f"{what}: loss {found.loss:.4f}, perplexity {math.exp(min(found.loss, 700)):.4g}, "
-            f"{found.bits_per_byte:.4f} bits per byte over {found.tokens:,} tokens"
+            f"{text}: loss {result.loss:.4f}, perplexity {math.exp(min(result.loss, 700)):.4g}, "
+            f"{result.bits_per_byte:.4f} bits per byte over {result.tokens:,} tokens"
         )
     return 0
 
@@ -73,14 +72,11 @@ def score_file(model: Decoder, file: Path, tokenizer: BatchTokenizer, row: int, 
     ids = torch.as_tensor(tokenizer.encode_batch([content])[0].astype("int64"))
     if len(ids) < 2:
         raise ValueError(f"{file} has {len(ids)} tokens; expected at least 2: the first is not predicted")
-    return score(model, ids, len(content), row, rows, watched)
+    return score(model, ids, len(content), row, rows, with_progress)
 
 
-def watched(batches: Sequence[Tensor]) -> Iterable[Tensor]:
-    """With a bar on stderr, where that is a terminal."""
-    from rich.progress import track
-
-    return track(batches, "reading", console=console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+def with_progress(batches: Sequence[Tensor]) -> Iterator[Tensor]:
+    return track(batches, "reading", "batches", len(batches))
 
 
 def run_tokenizer(folder: Path, data: Path) -> FileTokenizer:

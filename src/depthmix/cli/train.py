@@ -6,8 +6,6 @@ import dataclasses
 import json as json_format
 import math
 import shlex
-import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +14,7 @@ import tyro
 
 from depthmix.ops import keep_freed_memory
 from depthmix.support.checks import split_pair
-from depthmix.support.terminal import console
+from depthmix.support.terminal import Progress, say
 from depthmix.training import BadLoss, CheckpointError, Interrupted, Result, TrainConfig, override, train
 from depthmix.training.dial import dial_tokens, split_mixer
 from depthmix.training.overrides import check_excluding
@@ -68,53 +66,53 @@ def run(
         *(split_pair(text, "optimizer.lr=1e-3") for text in set_),
         *((key, value) for key, value in flags.items() if value is not None),
     ]
-    chosen = resolve(folder, mixer, depth, dim, config, tokens, pairs)
+    chosen = resolve_config(folder, mixer, depth, dim, config, tokens, pairs)
     if print_config:
         print(chosen.to_toml(), end="")
         return 0
     if chosen.run.device == "cpu":
         keep_freed_memory()
-    found = attempt(chosen, restart, Progress(every))
-    if isinstance(found, int):
-        return found
+    result = train_until_stopped(chosen, restart, TrainingProgress(every))
+    if isinstance(result, int):
+        return result
     if not main_process():
         return 0
     if json:
-        print(json_format.dumps(dataclasses.asdict(found), indent=2))
+        print(json_format.dumps(dataclasses.asdict(result), indent=2))
         return 0
     print(
-        f"{chosen.run.folder}: validation loss {found.validation_loss:.4f}, {found.bits_per_byte:.4f} bits per byte "
-        f"after {found.tokens:,} tokens; {found.tokens_per_second:,.0f} tokens/s, "
-        f"{found.peak_memory_bytes / 2**20:,.0f} MiB, {found.flops:.3g} FLOPs"
+        f"{chosen.run.folder}: validation loss {result.validation_loss:.4f}, {result.bits_per_byte:.4f} bits per byte "
+        f"after {result.tokens:,} tokens; {result.tokens_per_second:,.0f} tokens/s, "
+        f"{result.peak_memory_bytes / 2**20:,.0f} MiB, {result.flops:.3g} FLOPs"
     )
     return 0
 
 
-def attempt(chosen: TrainConfig, restart: bool, progress: Progress) -> Result | int:
+def train_until_stopped(chosen: TrainConfig, restart: bool, progress: TrainingProgress) -> Result | int:
     """The result, or the exit code of a run that stopped; why it did is then on stderr."""
-    again = f"To go on: depthmix train --folder {shlex.quote(chosen.run.folder)}"
+    resume = f"To go on: depthmix train --folder {shlex.quote(chosen.run.folder)}"
     try:
-        found = train(chosen, resume=not restart, report=progress.report)
+        result = train(chosen, resume=not restart, report=progress.report)
     except FileNotFoundError:
         raise
     except (BadLoss, CheckpointError, OSError) as error:
-        words, code = str(error), 1
+        reason, code = str(error), 1
     except Interrupted as error:
-        words, code = f"{error}. {again}", 130
+        reason, code = f"{error}. {resume}", 130
     except KeyboardInterrupt:  # before the first step, or a second time
-        words, code = f"stopped at once, what was not in a checkpoint is lost. {again}", 130
+        reason, code = f"stopped at once, what was not in a checkpoint is lost. {resume}", 130
     else:
-        if not progress.begun and main_process():
-            print(f"depthmix: {chosen.run.folder} was complete already; --restart begins anew", file=sys.stderr)
-        return found
+        if progress.display is None and main_process():
+            say(f"depthmix: {chosen.run.folder} was complete already; --restart begins anew")
+        return result
     finally:
         progress.end()
     if main_process():
-        print(f"depthmix: {words}", file=sys.stderr)
+        say(f"depthmix: {reason}")
     return code
 
 
-def resolve(
+def resolve_config(
     folder: Path | None,
     mixer: str | None,
     depth: int | None,
@@ -126,9 +124,9 @@ def resolve(
     """File or dial first, then dotted keys, the later ones last. A folder alone says it all, to begin anew too."""
     if tokens is not None and not 0 < tokens < math.inf:
         raise ValueError(f"tokens={tokens}; expected a number above 0")
-    there = None if folder is None else folder / "config.toml"
-    if there is not None and there.is_file() and file is None and depth is None and dim is None and mixer is None:
-        file = there
+    saved = None if folder is None else folder / "config.toml"
+    if saved is not None and saved.is_file() and file is None and depth is None and dim is None and mixer is None:
+        file = saved
     keys = dict(pairs)
     if file is not None:
         for name, key, given in (("depth", "layers", depth), ("dim", "dim", dim)):
@@ -136,83 +134,72 @@ def resolve(
                 raise ValueError(f"{name}={given} beside config={file}; expected one of them, or set model.{key}")
         if not file.is_file():
             raise FileNotFoundError(f"no configuration at {file}; expected a TOML file such as a run's config.toml")
-        found = TrainConfig.from_file(file)
+        config = TrainConfig.from_file(file)
         children = {"mixer": "residual", "kv_mixer": None, **split_mixer(mixer)} if mixer is not None else {}
         for name, value in children.items():
-            found = override(found, f"model.{name}", value)
+            config = override(config, f"model.{name}", value)
     else:
         # Fields of the model that others follow from must be there when these are derived.
         sizes: dict[str, Any] = {
-            name: whole(name, keys[f"model.{name}"]) for name in ("dim", "vocab_size") if f"model.{name}" in keys
+            name: parse_whole(name, keys[f"model.{name}"]) for name in ("dim", "vocab_size") if f"model.{name}" in keys
         }
         if dim is not None:
             sizes["dim"] = dim
         tokenizer = keys.get("data.tokenizer", "bytes")
-        found = TrainConfig.from_dial(12 if depth is None else depth, mixer or "residual", tokenizer=tokenizer, **sizes)
+        dial = 12 if depth is None else depth
+        config = TrainConfig.from_dial(dial, mixer or "residual", tokenizer=tokenizer, **sizes)
     for key, value in [*pairs, *([] if folder is None else [("run.folder", str(folder))])]:
-        found = override(found, key, value)
-    check_excluding(found, keys)
+        config = override(config, key, value)
+    check_excluding(config, keys)
     if tokens is None and file is None:
-        tokens = dial_tokens(found.model)
+        tokens = dial_tokens(config.model)
     if tokens is not None and "run.steps" not in keys:
-        found = override(found, "run.steps", max(1, round(tokens / found.tokens_per_step)))
-    return found
+        config = override(config, "run.steps", max(1, round(tokens / config.tokens_per_step)))
+    return config
 
 
-def whole(name: str, value: str) -> int:
+def parse_whole(name: str, value: str) -> int:
     if not value.isdigit():
         raise ValueError(f"model.{name}={value}; expected a whole number")
     return int(value)
 
 
-class Progress:
-    """A bar with the time left on a terminal, else a line each `every` steps. Both on stderr."""
+class TrainingProgress:
+    """Progress of a run from its events: a bar on a terminal, else a line for every `every`-th step."""
 
     def __init__(self, every: int) -> None:
         self.every = max(1, every)
-        self.steps, self.first, self.begun, self.last = 0, 0, 0.0, ""
-        self.bar: Any = None
-
-    def begin(self, event: Mapping[str, Any]) -> None:
-        """Not before: what prepares the data writes to the terminal itself."""
-        self.steps, self.first, self.begun = event["steps"], event["step"], time.monotonic()
-        goes = f"goes on after step {self.first} of {self.steps}" if self.first else f"{self.steps} steps"
-        self.say(f"{event['parameters']:,} parameters, {goes}")
-        if event["layout"]:
-            self.say(f"depth mixing: {event['layout']}")
-        if sys.stderr.isatty():
-            from rich import progress as rich
-
-            columns = ("{task.description}", rich.BarColumn(), rich.MofNCompleteColumn(), rich.TimeRemainingColumn())
-            self.bar = rich.Progress(*columns, console=console(stderr=True))
-            self.bar.start()
-            self.task = self.bar.add_task("training", total=self.steps, completed=self.first)
-
-    def end(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
+        self.display: Progress | None = None  # before the first event nothing has begun
+        self.steps, self.validation = 0, ""
 
     def report(self, event: Mapping[str, Any]) -> None:
         kind, step = event["kind"], event["step"]
         if kind == "begin":
             self.begin(event)
         elif kind == "validation":
-            self.last = f"validation {event['loss']:.4f}"
-            self.say(f"step {step}/{self.steps}  {self.last}  {event['bits_per_byte']:.4f} bits per byte")
+            self.validation = f"  validation {event['loss']:.4f}"
+            say(f"step {step}/{self.steps}{self.validation}  {event['bits_per_byte']:.4f} bits per byte")
         elif kind == "skipped":
-            self.say(f"step {step}/{self.steps}  skipped: {event['problem']}")
-        elif kind == "train" and self.bar is not None:
-            words = f"loss {event['loss']:.4f}  {self.last}  {event['tokens_per_second']:,.0f} tokens/s"
-            self.bar.update(self.task, completed=step, description=words)
-        elif kind == "train" and (step % self.every == 0 or step == self.steps):
-            left = (time.monotonic() - self.begun) / (step - self.first) * (self.steps - step)
-            self.say(
-                f"step {step}/{self.steps}  loss {event['loss']:.4f}  lr {event['lr']:.3g}  "
-                f"norm {event['grad_norm']:.3g}  {event['tokens_per_second']:,.0f} tokens/s  {left:,.0f} s left"
-            )
+            say(f"step {step}/{self.steps}  skipped: {event['problem']}")
+        elif kind == "train" and self.display is not None:
+            self.show_step(self.display, event)
 
-    def say(self, line: str) -> None:
-        if self.bar is not None:
-            self.bar.console.print(line)
-        else:
-            print(line, file=sys.stderr, flush=True)
+    def begin(self, event: Mapping[str, Any]) -> None:
+        self.steps, first = event["steps"], event["step"]
+        length = f"goes on after step {first} of {self.steps}" if first else f"{self.steps} steps"
+        say(f"{event['parameters']:,} parameters, {length}")
+        if event["layout"]:
+            say(f"depth mixing: {event['layout']}")
+        self.display = Progress(self.steps, first=first, every=0)
+
+    def show_step(self, display: Progress, event: Mapping[str, Any]) -> None:
+        step, speed = event["step"], f"{event['tokens_per_second']:,.0f} tokens/s"
+        place = f"step {step}/{self.steps}  loss {event['loss']:.4f}"
+        if display.on_terminal:
+            display.update(step, f"{place}{self.validation}  {speed}")
+        elif step % self.every == 0 or step == self.steps:
+            display.update(step, f"{place}  lr {event['lr']:.3g}  norm {event['grad_norm']:.3g}  {speed}")
+
+    def end(self) -> None:
+        if self.display is not None:
+            self.display.close()

@@ -15,7 +15,7 @@ from depthmix.mechanisms import PluginError, mechanism
 from depthmix.mechanisms.registry import naming_plugin, survey
 from depthmix.ops import backend
 from depthmix.support.checks import check_device
-from depthmix.support.terminal import console, styled
+from depthmix.support.terminal import console, styled, track
 
 Outcome = tuple[str, Mapping[str, Any], list[Check]]
 
@@ -48,8 +48,8 @@ def run(
     jobs = [(name, options) for name in names for options in variants(name)]
     kind = getattr(torch, dtype)
     check_device(device)
-    work = ((n, o, checks_of(n, o, dtype=kind, device=device, dim=dim, depth=depth)) for n, o in jobs)
-    outcomes = list(work) if json else list(with_progress(work, len(jobs)))
+    work = ((n, o, run_checks(n, o, dtype=kind, device=device, dim=dim, depth=depth)) for n, o in jobs)
+    outcomes = list(work) if json else list(track(work, "verifying", "sets of options", len(jobs)))
     where = f"{platform.machine()}, torch {torch.__version__}, {dtype} on {device}, D = {dim}, L = {depth}"
     reads = backend.describe(device, kind)
     if json:
@@ -58,34 +58,28 @@ def run(
     else:
         print_table(outcomes, where, checks)
         print(f"reads of attnres and block_attnres on {device}: {reads}")
-    return 0 if all(check.holds for _, _, found in outcomes for check in found) else 1
+    return 0 if all(check.holds for _, _, measured in outcomes for check in measured) else 1
 
 
 def variants(name: str) -> tuple[Mapping[str, Any], ...]:
     try:
         return mechanism(name).variants
-    except PluginError:  # `checks_of` says so
+    except PluginError:  # `run_checks` says so
         return ({},)
 
 
-def checks_of(name: str, options: Mapping[str, Any], **how: Any) -> list[Check]:
+def run_checks(name: str, options: Mapping[str, Any], **setting: Any) -> list[Check]:
     """The checks; of a plug-in that raises an error, one failed check that tells it."""
     try:
         with naming_plugin(name):
-            return verify(name, options, **how)
+            return verify(name, options, **setting)
     except PluginError as error:
         return [Check(f"can be used: {error}", float("inf"), 0)]
 
 
-def with_progress(work: Iterator[Outcome], total: int) -> Iterator[Outcome]:
-    from rich.progress import track
-
-    yield from track(work, total=total, description="verifying", transient=True, console=console(stderr=True))
-
-
 def records(outcomes: list[Outcome]) -> Iterator[dict[str, Any]]:
-    for name, options, found in outcomes:
-        for check in found:
+    for name, options, measured in outcomes:
+        for check in measured:
             yield {
                 "mechanism": name,
                 "options": dict(options),
@@ -102,18 +96,18 @@ def print_table(outcomes: list[Outcome], where: str, every_check: bool) -> None:
     table = Table(title=f"Invariants: {where}", title_justify="left")
     for heading in ("mechanism", "options", "check", "error", "at most", ""):
         table.add_column(heading, overflow="fold", no_wrap=heading not in ("options", "check"))
-    for name, options, found in outcomes:
+    for name, options, measured in outcomes:
         words = " ".join(f"{k}={v}" for k, v in options.items()) or "defaults"
-        shown = found if every_check else [check for check in found if not check.holds]
+        shown = measured if every_check else [check for check in measured if not check.holds]
         for check in shown:
             mark = styled(("holds", "green") if check.holds else ("FAILS", "red"))
             table.add_row(name, words, check.name, f"{check.error:.1e}", f"{check.bound:.1e}", mark)
         if not shown:
-            worst = max((c for c in found if c.bound > 0), key=lambda c: c.error / c.bound)
-            text = f"all {len(found)}"
+            worst = max((c for c in measured if c.bound > 0), key=lambda c: c.error / c.bound)
+            text = f"all {len(measured)}"
             table.add_row(name, words, text, f"{worst.error:.1e}", f"{worst.bound:.1e}", styled(("hold", "green")))
     terminal = console()
     terminal.print(table)
-    failed = sum(not check.holds for _, _, found in outcomes for check in found)
-    total = sum(len(found) for _, _, found in outcomes)
+    failed = sum(not check.holds for _, _, measured in outcomes for check in measured)
+    total = sum(len(measured) for _, _, measured in outcomes)
     terminal.print(f"{total - failed} of {total} checks hold")

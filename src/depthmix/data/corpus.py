@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,11 @@ from typing import Any
 
 from depthmix.data.manifest import MANIFEST, REMEDY, SIDES, check_file, describe_file, read_manifest, write_manifest
 from depthmix.data.shards import SHARD_BYTES, Tokens, Writer, write_shards
-from depthmix.data.sources import Census, Progress, Source, census, open_source, watched
+from depthmix.data.sources import Census, Source, census, open_source, read_with_progress, watched
 from depthmix.data.tokenizers import TOKENIZER_FILE, BatchTokenizer, identify_tokenizer, make_tokenizer
 from depthmix.support.checks import user_path
 from depthmix.support.files import flush, lock
+from depthmix.support.terminal import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,19 +148,16 @@ def build(request: Request, folder: Path, shard_bytes: int) -> None:
     source = request.open()
     if source.skipped:
         names = ", ".join(source.skipped[:5]) + (" …" if len(source.skipped) > 5 else "")
-        print(f"{source.name}: left out {len(source.skipped)} files that are no text: {names}", file=sys.stderr)
-    counted = census(source, progress := Progress("reading", source.bytes))
+        say(f"{source.name}: left out {len(source.skipped)} files that are no text: {names}")
+    counted = census(read_with_progress(source, "reading"))
     bound = split_bound(source, counted, request.share)
     training_pieces = (piece for piece in source.read() if piece.split_value >= bound)
     tokenizer = make_tokenizer(request.tokenizer, folder, training_pieces)
     if tokenizer.separator is None:
-        print(
-            f"{request.tokenizer} has no token that ends a document: documents follow each other bare", file=sys.stderr
-        )
+        say(f"{request.tokenizer} has no token that ends a document: documents follow each other bare")
     dtype = "<u2" if tokenizer.size <= 1 << 16 else "<u4"
     writers = {side: Writer(folder, side, dtype, shard_bytes) for side in SIDES}
-    progress.what = "tokenising"
-    if write_sides(source, tokenizer, bound, writers, progress) != counted:
+    if write_sides(source, tokenizer, bound, writers) != counted:
         raise ValueError(f"{source.name} changed while it was read. Prepare it again when nothing writes to it")
     file = folder / TOKENIZER_FILE
     write_manifest(
@@ -182,20 +179,18 @@ def build(request: Request, folder: Path, shard_bytes: int) -> None:
     )
     sizes = " + ".join(f"{writer.count.tokens:,} {side}" for side, writer in writers.items())
     took = time.monotonic() - begun
-    print(f"{source.name}: {counted.documents:,} documents, {sizes} tokens, {took:.1f} s", file=sys.stderr, flush=True)
+    say(f"{source.name}: {counted.documents:,} documents, {sizes} tokens, {took:.1f} s")
 
 
-def write_sides(
-    source: Source, tokenizer: BatchTokenizer, bound: float, writers: dict[str, Writer], progress: Progress
-) -> Census:
+def write_sides(source: Source, tokenizer: BatchTokenizer, bound: float, writers: dict[str, Writer]) -> Census:
     """The shards of both sides; what was read for them is counted once more."""
     counted: list[Census] = []
     try:
-        write_shards(watched(source.read(), progress, counted.append), tokenizer, bound, **writers)
+        pieces = watched(read_with_progress(source, "tokenising"), counted.append)
+        write_shards(pieces, tokenizer, bound, **writers)
         for writer in writers.values():
             writer.close()
     finally:
-        progress.end()
         for writer in writers.values():
             writer.abandon()
     return counted[0]
@@ -227,13 +222,13 @@ def check_request(corpus: Corpus, request: Request) -> None:
         source = request.open()
     except FileNotFoundError:
         if manifest["source"] == str(user_path(request.source).resolve()):
-            print(f"{request.source} is gone; going on with what {folder} has of it", file=sys.stderr, flush=True)
+            say(f"{request.source} is gone; going on with what {folder} has of it")
             return
         raise
     if source.stamp is None:  # a dataset, by name
         same = source.name == manifest["source"]
     else:
-        same = source.stamp == manifest["stamp"] or census(source).sha256 == manifest["documents"]["sha256"]
+        same = source.stamp == manifest["stamp"] or census(source.read()).sha256 == manifest["documents"]["sha256"]
     if not same:
         raise ValueError(
             f"{folder} was prepared from {manifest['source']}, whose content was not that of {request.source} now. "

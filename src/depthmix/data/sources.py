@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import sysconfig
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from depthmix.data.rows import ROW_READERS, hub_rows
 from depthmix.support.checks import user_path
+from depthmix.support.terminal import Progress
 
 PIECE_BYTES = 1 << 22  # of a text that are held at once
 SAMPLE_BYTES = 1 << 16  # that show whether a file is text
@@ -183,7 +182,17 @@ def row_pieces(rows: Iterable[str], seed: int) -> Iterator[Piece]:
             yield Piece(split_value=hash_to_split(hashlib.sha256(data).digest(), seed), data=data)
 
 
-def watched(pieces: Iterator[Piece], progress: Progress | None, finish: Callable[[Census], None]) -> Iterator[Piece]:
+def read_with_progress(source: Source, label: str) -> Iterator[Piece]:
+    size, total = 0, source.bytes
+    with Progress(total, every=10) as progress:
+        for piece in source.read():
+            size += len(piece.data)
+            share = f" of {total / 1e6:,.1f}, {size / max(total, 1):.0%}" if total else ""
+            progress.update(size, f"{label}: {size / 1e6:,.1f} MB{share}")
+            yield piece
+
+
+def watched(pieces: Iterator[Piece], finish: Callable[[Census], None]) -> Iterator[Piece]:
     """The same pieces, counted and hashed on their way."""
     documents, size, lowest, highest = 0, 0, 1.0, 0.0
     source_hash, document_hash = hashlib.sha256(), hashlib.sha256()
@@ -195,35 +204,12 @@ def watched(pieces: Iterator[Piece], progress: Progress | None, finish: Callable
             lowest, highest = min(lowest, piece.split_value), max(highest, piece.split_value)
             source_hash.update(f"{piece.split_value!r} {document_hash.hexdigest()}\n".encode())
             document_hash = hashlib.sha256()
-        if progress is not None:
-            progress.at(size)
         yield piece
     finish(Census(documents=documents, bytes=size, sha256=source_hash.hexdigest(), lowest=lowest, highest=highest))
 
 
-def census(source: Source, progress: Progress | None = None) -> Census:
+def census(pieces: Iterator[Piece]) -> Census:
     counted: list[Census] = []
-    for _ in watched(source.read(), progress, counted.append):
+    for _ in watched(pieces, counted.append):
         pass
     return counted[0]
-
-
-class Progress:
-    """How far a pass over a source is: one line that is written over in a terminal, else a line every ten seconds."""
-
-    def __init__(self, what: str, total: int | None) -> None:
-        self.what, self.total, self.clock = what, total, time.monotonic
-        self.terminal = sys.stderr.isatty()
-        self.said = self.clock()
-
-    def at(self, size: int) -> None:
-        if self.clock() - self.said < (0.2 if self.terminal else 10):
-            return
-        self.said = self.clock()
-        of = f" of {self.total / 1e6:,.1f}, {size / max(self.total, 1):.0%}" if self.total else ""
-        ends = ("\r\x1b[K", "") if self.terminal else ("", "\n")
-        print(f"{ends[0]}{self.what}: {size / 1e6:,.1f} MB{of}", end=ends[1], file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self.terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -20,6 +19,7 @@ from depthmix.data.sources import Piece
 from depthmix.inference.text import Tokenizer
 from depthmix.support.checks import import_package, user_path
 from depthmix.support.files import digest, flush, read_object
+from depthmix.support.terminal import say
 
 TOKENIZER_FILE = "tokenizer.json"
 EXTRA = "'depthmix[train]'"
@@ -142,7 +142,7 @@ def make_tokenizer(tokenizer: str, folder: Path, texts: Iterator[Piece]) -> Batc
         return ByteTokenizer()
     path = folder / TOKENIZER_FILE
     if tokenizer.startswith("bpe:"):
-        print(f"training {tokenizer}", file=sys.stderr, flush=True)
+        say(f"training {tokenizer}")
         train_bpe(int(tokenizer[4:]), texts, path)
     else:
         shutil.copyfile(user_path(tokenizer), path)

@@ -1,12 +1,28 @@
-"""How text reaches a terminal: as it is. Names from files and from users may hold what looks like markup."""
+"""What a terminal shows and what runs beside us: texts as they are, progress, durations, messages, child processes.
+
+Names from files and from users may hold what looks like markup; nothing here reads any into them.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
+
+T = TypeVar("T")
+SOURCE = Path(__file__).parents[2]  # where a child finds this package
+BAR = 20  # columns of a bar
+REDRAW = 0.2  # seconds between two states of a bar
+LINE = 20.0  # seconds between two lines where there is no terminal
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -21,3 +37,142 @@ def styled(*parts: str | tuple[str, str]) -> Text:
     from rich.text import Text
 
     return Text.assemble(*parts)
+
+
+def print_table(title: str, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
+    """A plain table; columns without any content are left out."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    shown = [k for k in range(len(headings)) if any(row[k] for row in cells)]
+    for k in shown:
+        table.add_column(headings[k], overflow="fold", no_wrap=k > 0)
+    for row in cells:
+        table.add_row(*(row[k] for k in shown))
+    console().print(table)
+
+
+def say(text: str) -> None:
+    """A message on stderr, at once; above the bar where one is shown."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def format_duration(seconds: float) -> str:
+    """In seconds, minutes, hours or days."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+class Progress:
+    """How far some work is, on stderr: a bar with the time left on a terminal, elsewhere a plain line now and then.
+
+    Only `update` draws, no thread does: nothing disturbs what is measured in between.
+    """
+
+    def __init__(self, total: float | None, *, first: float = 0.0, every: float = LINE) -> None:
+        """`first` of `total` were done before; `every` so many seconds comes a plain line."""
+        self.total, self.first = total, first
+        self.on_terminal = sys.stderr.isatty()
+        self.every = REDRAW if self.on_terminal else every
+        self.begun = self.shown = time.monotonic()
+        self.bar: Any = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self.bar is not None:
+            self.bar.stop()
+
+    def due(self) -> bool:
+        """Whether an update would be shown now."""
+        return time.monotonic() - self.shown >= self.every
+
+    def update(self, done: float, text: str, *, left: float | None = None) -> None:
+        """Show `text` and the seconds that are left, by default as the pace so far says."""
+        if not self.due():
+            return
+        self.shown = time.monotonic()
+        left = self.seconds_left(done) if left is None else left
+        ending = "" if left is None else f"about {format_duration(left)} left"
+        if self.on_terminal:
+            self.draw(done, text, ending)
+        else:
+            say(f"{text}, {ending}" if ending else text)
+
+    def seconds_left(self, done: float) -> float | None:
+        if self.total is None or not self.first < done <= self.total:
+            return None
+        return (time.monotonic() - self.begun) / (done - self.first) * (self.total - done)
+
+    def draw(self, done: float, text: str, ending: str) -> None:
+        from rich import progress as rich
+
+        if self.bar is None:
+            columns = [rich.TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[left]")]
+            terminal = console(stderr=True)
+            self.bar = rich.Progress(
+                columns[0],
+                rich.BarColumn(BAR),
+                columns[1],
+                console=terminal,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+            )
+            self.bar.start()
+            self.task = self.bar.add_task("", total=self.total, left="")
+        room = max(self.bar.console.width - BAR - len(ending) - 3, 10)
+        self.bar.update(self.task, completed=done, description=text[:room], left=ending, refresh=True)
+
+
+def track(items: Iterable[T], label: str, unit: str, total: int) -> Iterator[T]:
+    """The same items, with progress."""
+    with Progress(total) as progress:
+        for done, item in enumerate(items, 1):
+            yield item
+            progress.update(done, f"{label}: {done} of {total} {unit}")
+
+
+def child_environment(threads: int | None = None) -> dict[str, str]:
+    """Of a child process: ours, with this package before any other of its name, and its number of threads."""
+    paths = os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    count = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    return {**os.environ, "PYTHONPATH": paths, **count}
+
+
+def start_child(module: str, *arguments: str, threads: int | None = None, **streams: Any) -> subprocess.Popen[bytes]:
+    """`python -m module arguments` with the streams that `subprocess.Popen` takes.
+
+    In a session of its own: Ctrl-C comes to us alone, and `end_children` hands it on.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        env=child_environment(threads),
+        start_new_session=True,
+        **streams,
+    )
+
+
+def end_children(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask those that still run to end, all at once, and wait: a training run writes a checkpoint first."""
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.wait()
+
+
+def describe_signal(code: int) -> str | None:
+    """What ended a child process, from its exit code; None where it ended by itself."""
+    if code >= 0:
+        return None
+    name = signal.Signals(-code).name
+    return f"ended by {name}" + ("; is there enough memory?" if name == "SIGKILL" else "")
