@@ -53,9 +53,9 @@ def test_a_name_that_looks_like_markup_is_printed_as_it_is(
 
 
 def test_a_column_of_a_study_that_looks_like_markup_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    from depthmix.cli.compare import show_table
+    from depthmix.support.terminal import print_table
 
-    show_table("[/title]", ["[/b] of a column"], [["[/i] in a cell"]])
+    print_table("[/title]", ["[/b] of a column"], [["[/i] in a cell"]])
     out = capsys.readouterr().out
     assert all(word in out for word in ("[/title]", "[/b]", "[/i]"))
 

@@ -14,10 +14,11 @@ import pytest
 
 from depthmix.studies.comparison import Row, Run, compare, crossings, needed, reached, read_run, speed_up
 from depthmix.studies.comparison_figures import draw_comparison
-from depthmix.studies.comparison_page import About, render
+from depthmix.studies.comparison_page import render
+from depthmix.studies.page import Provenance
 from depthmix.studies.statistics import POWER, estimate, interpolate, ratio, student
 
-ABOUT = About(command="depthmix compare", machine="a machine", data="stdlib")
+ABOUT = Provenance(command="depthmix compare", machine="a machine", data="stdlib")
 
 
 def curve(tokens: float, gain: float = 0.0, speed: float = 1.0) -> float:
@@ -239,7 +240,7 @@ def page_of(tmp_path: Path, gains: Sequence[float], seeds: int, failures: dict[s
     found = compare(runs, dict.fromkeys(arms[1:], "residual"))
     sweeps = {arm: {1e-3: 2.0, 2e-3: 1.9, 4e-3: None} for arm in arms}
     figures = draw_comparison(found, sweeps, tmp_path / "figures")
-    about = About(command=ABOUT.command, machine="a machine", data="stdlib", failures=failures or {})
+    about = Provenance(command=ABOUT.command, machine="a machine", data="stdlib", failures=failures or {})
     return render(found, sweeps, about, figures, tmp_path)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from depthmix.studies.comparison import Run
-from depthmix.studies.comparison_page import About
+from depthmix.studies.page import Provenance
 from depthmix.studies.scaling import Factor, Law, compute_equivalent, factor_between, fit, verdict_of
-from depthmix.studies.scaling_page import Point, draw_scaling, render, scale
+from depthmix.studies.scaling_page import Point, draw_scaling, fit_scaling, render
 
 COMPUTE = [1e15, 4e15, 1.6e16, 6.4e16, 2.56e17]
 
@@ -157,14 +157,16 @@ def test_arms_are_fitted_over_the_sizes_that_the_baseline_has(tmp_path: Path) ->
     ]
     points += [point("attnres", str(k), c, arm.loss(c)) for k, c in enumerate(COMPUTE)]
     points += [point("short", "0", COMPUTE[0], 2.0)]
-    found = scale(points)
+    found = fit_scaling(points)
     assert len(found.fits["attnres"].losses) == 4
     assert found.fits["residual"].law.b == pytest.approx(0.06, rel=1e-4)
     assert "short: no law" in found.notes[0]
     assert [f.compute for f in found.factors["attnres"]] == COMPUTE[:4]
     assert "attnres: worth 1.76 times the compute of residual" in found.verdicts[0]
     figures = draw_scaling(found, tmp_path / "figures")
-    page = render(found, {}, About(command="depthmix scaling", machine="a machine", data="stdlib"), figures, tmp_path)
+    page = render(
+        found, {}, Provenance(command="depthmix scaling", machine="a machine", data="stdlib"), figures, tmp_path
+    )
     assert (tmp_path / "figures" / "scaling.png").read_bytes().startswith(b"\x89PNG")
     assert "![Loss against compute](figures/scaling.png)" in page
     assert page.count("| attnres |") == 1 + 4 + 5
@@ -176,13 +178,13 @@ def test_the_factor_rests_on_the_sizes_that_both_have_and_the_verdict_on_the_lar
     sizes = [*enumerate(COMPUTE)]
     points = [point("residual", str(k), c, base.loss(c) * (1.2 if k == 4 else 1)) for k, c in sizes[::-1]]
     points += [point("attnres", str(k), c, arm.loss(c)) for k, c in sizes[:4]]
-    (verdict,) = scale(points).verdicts
+    (verdict,) = fit_scaling(points).verdicts
     assert "worth 1.76 times the compute of residual at 6.4e+16 FLOPs" in verdict
 
 
 def test_a_baseline_without_a_run_is_not_replaced_by_another_arm() -> None:
     points = [point("attnres", str(k), c, 3 * c**-0.01) for k, c in enumerate(COMPUTE)]
-    found = scale(points, baseline="residual")
+    found = fit_scaling(points, baseline="residual")
     assert "attnres" in found.fits
     assert (found.factors, found.verdicts) == ({}, [])
     assert "residual: no law" in found.notes[0]
@@ -190,4 +192,4 @@ def test_a_baseline_without_a_run_is_not_replaced_by_another_arm() -> None:
 
 def test_a_loss_that_does_not_fall_is_told() -> None:
     points = [point("residual", str(k), c, 2.0 + 0.01 * k) for k, c in enumerate(COMPUTE)]
-    assert "does not fall with compute" in scale(points).notes[0]
+    assert "does not fall with compute" in fit_scaling(points).notes[0]

@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 
 from depthmix.cli.scaling import print_scaling
-from depthmix.studies.comparison_page import About
+from depthmix.studies.page import Provenance
 from depthmix.studies.scaling import Law
-from depthmix.studies.scaling_page import render, scale
+from depthmix.studies.scaling_page import fit_scaling, render
 from tests.test_scaling import COMPUTE, point
 
-ABOUT = About(command="depthmix scaling", machine="a machine", data="stdlib")
+ABOUT = Provenance(command="depthmix scaling", machine="a machine", data="stdlib")
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def told(irreducible: float, fitted: bool, capsys: pytest.CaptureFixture[str]) -
     """Console and page of a study whose losses have this irreducible term."""
     law = Law(a=1.5, b=0.2, irreducible=irreducible, unit=1e16)
     points = [point("residual", str(k), c, law.loss(c)) for k, c in enumerate(COMPUTE)]
-    found = scale(points, irreducible=fitted)
+    found = fit_scaling(points, irreducible=fitted)
     print_scaling(found, cast(Any, SimpleNamespace(failures={})), Path("scaling.md"))
     laws = render(found, {}, ABOUT, {}, Path()).split("## Laws")[1].split("## Sizes")[0]
     return [" ".join(text.split()) for text in (capsys.readouterr().out, laws)]

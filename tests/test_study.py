@@ -9,15 +9,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 from depthmix.cli import main
-from depthmix.studies.arms import Grid, Size, changed, equal_compute, make_arms, parse_sweep, per_parameter
+from depthmix.studies import runs
+from depthmix.studies.arms import Grid, Size, equal_compute, make_arms, parse_sweep, per_parameter, with_changes
 from depthmix.studies.publish import check_target
-from depthmix.studies.runs import Clock, complete, free
+from depthmix.studies.runs import Child, Pace, Pool, Task, find_result, is_free
 from depthmix.studies.study import long_task, run_study
+from depthmix.support.terminal import Progress
 from depthmix.training.build import initial_model
 from depthmix.training.config import TrainConfig
 from depthmix.training.flops import flops_per_token
@@ -132,7 +135,7 @@ def test_arms_with_one_seed_start_from_the_same_weights_where_shapes_agree() -> 
         assert set(plain) == set(shared)
         assert all(torch.equal(plain[name], other[name]) for name in shared)
     config = make_arms(grid("residual"))[0].config
-    again = initial_model(changed(config, seed=1)).state_dict()
+    again = initial_model(with_changes(config, seed=1)).state_dict()
     assert not torch.equal(again["embed.weight"], plain["embed.weight"])
 
 
@@ -168,11 +171,39 @@ def test_a_study_is_not_published_into_itself(tmp_path: Path) -> None:
 
 
 def test_the_time_left_follows_the_pace_of_each_arm() -> None:
-    clock = Clock(total=3)
-    assert clock.left([("a", 1.0)]) is None
-    clock.took("a", 10.0, 5.0)
-    clock.took("b", 30.0, 5.0)
-    assert clock.left([("a", 5.0), ("b", 5.0), ("c", 5.0)]) == pytest.approx(10 + 30 + 20)
+    pace = Pace()
+    assert pace.seconds_for([("a", 1.0)]) is None
+    pace.add("a", 10.0, 5.0)
+    pace.add("b", 30.0, 5.0)
+    assert pace.seconds_for([("a", 5.0), ("b", 5.0), ("c", 5.0)]) == pytest.approx(10 + 30 + 20)
+
+
+def test_the_flops_of_a_task_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress asks for those of every task at every look, and counting builds a model."""
+    counts = []
+    monkeypatch.setattr(runs, "flops_per_token", lambda *given: counts.append(given) or 2)
+    (arm,) = make_arms(grid("residual"))
+    task = Task(arm=arm.label, seed=0, config=arm.config)
+    assert task.flops == task.flops == 2 * 6 * arm.config.tokens_per_step
+    assert len(counts) == 1
+
+
+def test_progress_of_a_study_tells_each_run_and_the_time_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (arm,) = make_arms(grid("residual"))
+    tasks = [long_task(arm, seed, None, tmp_path, "data") for seed in range(3)]
+    pool = Pool(total=3, begun=2)
+    pool.pace.add("residual", 60.0, tasks[0].flops)
+    process = cast(Any, None)
+    child = Child(task=tasks[1], title="[2/3] residual, seed 1", process=process, begun=time.monotonic(), first=0)
+    pool.running.append(child)
+    tasks[1].folder.mkdir(parents=True)
+    (tasks[1].folder / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4')
+    pool.pace.add("residual", 30.0, tasks[0].flops / 2)
+    pool.show_progress(Progress(3), tasks[2:])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "[2/3] residual, seed 1: step 3 of 6; all runs, about 68 s left"
 
 
 def test_the_residual_against_itself_is_no_difference(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -260,7 +291,7 @@ def test_a_study_that_is_interrupted_stops_its_runs_with_checkpoints(text: Path)
     assert "the same command goes on from here" in study.communicate()[1]
     assert study.returncode == 130
     for folder in Path("study").glob("runs/*"):
-        assert free(folder), "nobody trains there any more"
+        assert is_free(folder), "nobody trains there any more"
         assert [*folder.glob("checkpoints/step-*")]
 
 
@@ -269,7 +300,7 @@ def test_a_damaged_result_is_made_again_and_other_data_has_its_own_folder(text: 
     (task,) = run_study([arm], seeds=1, folder=tmp_path / "s").tasks
     whole = (task.folder / "result.json").read_text()
     (task.folder / "result.json").write_text(whole[:20])
-    assert complete(task) is None
+    assert find_result(task) is None
     (again,) = run_study([arm], seeds=1, folder=tmp_path / "s").tasks
     assert (
         json.loads((again.folder / "result.json").read_text())["validation_loss"]

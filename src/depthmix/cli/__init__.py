@@ -13,6 +13,7 @@ def main(args: Sequence[str] | None = None) -> int:
     from depthmix.cli import bench, compare, generate, scaling, show, train, verify
     from depthmix.cli import eval as eval_verb
     from depthmix.cli import list as list_verb
+    from depthmix.support.terminal import say
 
     verbs: dict[str, Callable[..., int]] = {
         "list": list_verb.run,
@@ -33,21 +34,21 @@ def main(args: Sequence[str] | None = None) -> int:
             args=args,
         )
     except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
-        print(f"depthmix: {error}", file=sys.stderr)
+        say(f"depthmix: {error}")
         return 2
     except BrokenPipeError:  # the reader of our output has left
         sys.stderr.close()
         return 141
     except OSError as error:  # a full disk, a folder that may not be written, no network
-        print(f"depthmix: {error}", file=sys.stderr)
+        say(f"depthmix: {error}")
         return 1
-    except KeyboardInterrupt:
-        print("\ndepthmix: stopped", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        say(f"\ndepthmix: {str(error) or 'stopped'}")
         return 130
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        print(f"depthmix: not enough memory ({first_line(error)}); choose smaller sizes or batches", file=sys.stderr)
+        say(f"depthmix: not enough memory ({first_line(error)}); choose smaller sizes or batches")
         return 1
     return int(code or 0)
 

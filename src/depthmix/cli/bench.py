@@ -19,7 +19,7 @@ from depthmix.bench.page import figure_text, interval_text, name_of, render
 from depthmix.bench.suite import FOCUS
 from depthmix.mechanisms import list_mechanisms, mechanism
 from depthmix.support.files import read_text, write_text
-from depthmix.support.terminal import console, styled
+from depthmix.support.terminal import console, say, styled
 
 BOUNDS = {  # what is aimed at; the figures stand beside them, whatever they are
     "ops.attend, forward": 3.0,
@@ -100,7 +100,7 @@ def run(
             journal = None if output is None else output.with_suffix(".partial.jsonl")
             report = run_suite(settings, BOUNDS, " ".join(["depthmix", *sys.argv[1:]]), journal)
         except ChildFailed as error:
-            print(f"depthmix: {error}", file=sys.stderr)
+            say(f"depthmix: {error}")
             return 1
     if output is not None:
         report.save(output)

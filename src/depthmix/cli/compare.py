@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import json as json_format
-import math
-import platform
-import shlex
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import tyro
 
 from depthmix.analysis.figures import new_figure
-from depthmix.studies.arms import Grid, Size, equal_compute, make_arms, parse_sweep
-from depthmix.studies.comparison import Comparison, Run, compare, read_run
+from depthmix.cli.shared import Several, print_ending, resumable
+from depthmix.studies.arms import Grid, Size, equal_compute, make_arms
+from depthmix.studies.comparison import Comparison
 from depthmix.studies.comparison_figures import draw_comparison
-from depthmix.studies.comparison_page import LOSS_HEADINGS, About, loss_cells, render
-from depthmix.studies.publish import check_target, publish_study
-from depthmix.studies.study import Study, run_study, settings
-from depthmix.support.checks import split_pair
-from depthmix.support.files import write_text
-from depthmix.support.terminal import console
-
-Several = tyro.conf.UseAppendAction[tuple[str, ...]]
+from depthmix.studies.comparison_page import LOSS_HEADINGS, loss_cells, render
+from depthmix.studies.page import describe_study
+from depthmix.studies.publish import check_target, write_study
+from depthmix.studies.study import compare_study, run_study
+from depthmix.support.terminal import print_table
 
 
 def run(
@@ -85,120 +76,24 @@ def run(
     check_target(publish, folder)
     if lrs and lr_of:
         raise ValueError(f"lrs={list(lrs)} beside lr_of={list(lr_of)}; expected rates to try, or a rate for each arm")
-    rates = dict(map(parse_rate, lr_of))
-    grid = replace(make_grid(mixers, sizes, sweep, set_, data, tokenizer), rates=rates)
+    grid = Grid.parse(mixers, sizes, sweep=sweep, settings=set_, rates=lr_of, data=data, tokenizer=tokenizer)
     if tokens is not None and "run.steps" in grid.settings:
         raise ValueError(f"tokens={tokens:g} beside run.steps={grid.settings['run.steps']}; expected one of them")
     arms = make_arms(grid, equal_compute(tokens))
-    try:
+    with resumable():
         study = run_study(arms, seeds=seeds, folder=folder, lrs=lrs, lr_share=lr_share, jobs=jobs)
-    except KeyboardInterrupt:
-        print("\ndepthmix: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    configs = {arm.label: arm.config for arm in arms}
-    baselines = {arm.label: arm.baseline for arm in arms if arm.baseline is not None}
-    controls = [label for label, base in baselines.items() if configs[label] == configs[base]]
-    comparison = compare(runs_of(study), baselines, controls)
-    about = about_of(study, seeds=seeds)
+    comparison, provenance = compare_study(study), describe_study(study, seeds=seeds)
     figures = draw_comparison(comparison, study.sweeps, folder / "figures")
-    text = render(comparison, study.sweeps, about, figures, folder)
-    page, whole = leave(study, "comparison", text, about, comparison.to_dict(), figures, publish)
-    print(whole, end="") if json else print_comparison(comparison, study.failures, page)
+    text = render(comparison, study.sweeps, provenance, figures, folder)
+    page, result = write_study(study, "comparison", text, provenance, comparison.to_dict(), figures, publish)
+    print(result, end="") if json else print_comparison(comparison, study.failures, page)
     return 1 if study.failures else 0
 
 
-def make_grid(
-    mixers: Sequence[str], sizes: Sequence[Size], sweep: Sequence[str], set_: Sequence[str], data: str, tokenizer: str
-) -> Grid:
-    chosen = dict(split_pair(text, "optimizer.weight_decay=0.1") for text in set_)
-    sweeps: dict[str, Sequence[str]] = {}
-    for text in sweep:
-        key, values = parse_sweep(text)
-        if key in sweeps:
-            raise ValueError(f"{key} is varied twice; expected all its values in one --sweep")
-        sweeps[key] = values
-    return Grid(mixers=mixers, sizes=sizes, sweeps=sweeps, settings=chosen, data=data, tokenizer=tokenizer)
-
-
-def parse_rate(text: str) -> tuple[str, float]:
-    """Of "residual=1.5e-3"."""
-    mixer, _, rate = text.partition("=")
-    try:
-        value = float(rate)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ValueError(f"lr_of {text!r}; expected MIXER=RATE with a rate above 0, such as residual=1.5e-3")
-    return mixer.strip(), value
-
-
-def runs_of(study: Study) -> list[Run]:
-    """With folders as seen from the study's own, so that all of it can be moved."""
-    return [
-        replace(
-            read_run(task.folder, arm=task.arm, seed=task.seed, lr=task.config.optimizer.lr),
-            folder=task.folder.relative_to(study.folder).as_posix(),
-        )
-        for task in study.tasks
-    ]
-
-
-def about_of(study: Study, **more: Any) -> About:
-    first = study.arms[0].config
-    data = f"{first.data.source}, tokens {first.data.tokenizer}, digest {study.corpus.digest[:12]}"
-    return About(
-        command=shlex.join(["depthmix", *sys.argv[1:]]),
-        machine=f"{platform.system()} {platform.machine()}, {first.run.device}, torch {torch.__version__}",
-        data=data,
-        settings=settings(study, **more),
-        failures={label: why.replace(f"{study.folder}/", "") for label, why in study.failures.items()},
-    )
-
-
-def leave(
-    study: Study,
-    name: str,
-    text: str,
-    about: About,
-    found: Mapping[str, Any],
-    figures: Mapping[str, Path],
-    publish: Path | None,
-) -> tuple[Path, str]:
-    """The page and all of the result as JSON in the study's folder, and a copy where it is published."""
-    everything = {"about": asdict(about), "learning_rates": study.sweeps, **found}
-    whole = json_format.dumps(everything, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    page, data = (study.folder / f"{name}.{kind}" for kind in ("md", "json"))
-    write_text(page, text)
-    write_text(data, whole)
-    if publish is not None:
-        publish_study(study, publish, [page, data, *figures.values()])
-    return page, whole
-
-
 def print_comparison(comparison: Comparison, failures: Mapping[str, str], page: Path) -> None:
-    told = [k for k, heading in enumerate(LOSS_HEADINGS) if heading not in ("parameters", "sd", "against")]
-    cells = [[row[k] for k in told] for row in loss_cells(comparison)]
-    show_table("Final validation loss", [LOSS_HEADINGS[k] for k in told], cells)
+    shown = [k for k, heading in enumerate(LOSS_HEADINGS) if heading not in ("parameters", "sd", "against")]
+    cells = [[row[k] for k in shown] for row in loss_cells(comparison)]
+    print_table("Final validation loss", [LOSS_HEADINGS[k] for k in shown], cells)
     for row in comparison.rows:
         print(f"- {row.verdict}")
-    close(failures, page)
-
-
-def show_table(title: str, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """Columns that say nothing are left out."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    shown = [k for k in range(len(headings)) if any(row[k] for row in cells)]
-    for k in shown:
-        table.add_column(headings[k], overflow="fold", no_wrap=k > 0)
-    for row in cells:
-        table.add_row(*(row[k] for k in shown))
-    console().print(table)
-
-
-def close(failures: Mapping[str, str], page: Path) -> None:
-    for label, why in failures.items():
-        print(f"failed: {label}: {why}")
-    print(f"\nthe whole page: {page}")
+    print_ending(failures, page)

@@ -16,6 +16,7 @@ import tyro
 from depthmix.data import load_tokenizer
 from depthmix.inference import TextStream, Tokenizer, stream
 from depthmix.models.io import load_model
+from depthmix.support.terminal import say
 
 
 def run(
@@ -90,7 +91,7 @@ def run(
     else:
         for i, answer in enumerate(answers):
             print(f"[{i + 1}] {answer}")
-    print(clock.describe(), file=sys.stderr)
+    say(clock.describe())
     return 0
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_format
-import sys
 from typing import Any
 
 import torch
 
 from depthmix.mechanisms import DepthStack, PluginError, kv_mechanism
 from depthmix.mechanisms.registry import naming_plugin, survey
-from depthmix.support.terminal import console
+from depthmix.support.terminal import console, say
 
 
 def run(dim: int = 768, depth: int = 24, json: bool = False) -> int:
@@ -32,7 +31,7 @@ def run(dim: int = 768, depth: int = 24, json: bool = False) -> int:
             broken[name] = error
     values = [describe_kv(name) for name in survey("kv")[0]]
     for reason in broken.values():
-        print(f"depthmix: {reason}. It is left out", file=sys.stderr)
+        say(f"depthmix: {reason}. It is left out")
     if json:
         print(json_format.dumps([*rows, *values], indent=2, ensure_ascii=False))
     else:

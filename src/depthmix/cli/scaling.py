@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from depthmix.analysis.figures import new_figure
-from depthmix.cli.compare import Several, about_of, close, leave, make_grid, runs_of, show_table
-from depthmix.studies.arms import Size, make_arms, per_parameter
-from depthmix.studies.publish import check_target
-from depthmix.studies.scaling_page import Point, Scaling, draw_scaling, law_cells, law_headings, render, scale
+from depthmix.cli.shared import Several, print_ending, resumable
+from depthmix.studies.arms import Grid, Size, make_arms, per_parameter
+from depthmix.studies.page import describe_study
+from depthmix.studies.publish import check_target, write_study
+from depthmix.studies.scaling_page import (
+    Scaling,
+    draw_scaling,
+    fit_scaling,
+    law_cells,
+    law_headings,
+    read_points,
+    render,
+)
 from depthmix.studies.study import Study, run_study
+from depthmix.support.terminal import print_table
 
 
 def run(
@@ -58,7 +67,8 @@ def run(
         json: print the whole result as one object.
     """
     new_figure()
-    grid = make_grid(mixers, [Size.of(size) for size in sizes], sweep, set_, data, tokenizer)
+    shapes = [Size.of(size) for size in sizes]
+    grid = Grid.parse(mixers, shapes, sweep=sweep, settings=set_, data=data, tokenizer=tokenizer)
     if len(sizes) < 2:
         raise ValueError(f"sizes {' '.join(sizes)}; expected at least two")
     if "run.steps" in grid.settings:
@@ -66,31 +76,19 @@ def run(
     check_target(publish, folder)
     budget = per_parameter(tokens_per_parameter) if tokens is None else lambda config, asked: tokens
     arms = make_arms(grid, budget, across_sizes=False)
-    try:
+    with resumable():
         study = run_study(arms, seeds=seeds, folder=folder, lrs=lrs, lr_share=lr_share, jobs=jobs)
-    except KeyboardInterrupt:
-        print("\ndepthmix: stopped; the same command goes on from here", file=sys.stderr)
-        return 130
-    scaling = scale(points_of(study), baseline=arms[0].mixer, irreducible=irreducible)
-    about = about_of(study, seeds=seeds)
+    scaling = fit_scaling(read_points(study), baseline=arms[0].mixer, irreducible=irreducible)
+    provenance = describe_study(study, seeds=seeds)
     figures = draw_scaling(scaling, folder / "figures")
-    text = render(scaling, study.sweeps, about, figures, folder)
-    page, whole = leave(study, "scaling", text, about, scaling.to_dict(), figures, publish)
-    print(whole, end="") if json else print_scaling(scaling, study, page)
+    text = render(scaling, study.sweeps, provenance, figures, folder)
+    page, result = write_study(study, "scaling", text, provenance, scaling.to_dict(), figures, publish)
+    print(result, end="") if json else print_scaling(scaling, study, page)
     return 1 if study.failures else 0
 
 
-def points_of(study: Study) -> list[Point]:
-    runs = runs_of(study)
-    found = [
-        Point(arm=arm.mixer, size=str(arm.size), runs=tuple(run for run in runs if run.arm == arm.label))
-        for arm in sorted(study.arms, key=lambda arm: list(dict.fromkeys(a.mixer for a in study.arms)).index(arm.mixer))
-    ]
-    return [point for point in found if point.runs]
-
-
 def print_scaling(scaling: Scaling, study: Study, page: Path) -> None:
-    show_table(scaling.formula, law_headings(scaling), law_cells(scaling))
+    print_table(scaling.formula, law_headings(scaling), law_cells(scaling))
     for line in (*scaling.verdicts, *scaling.notes):
         print(f"- {line}")
-    close(study.failures, page)
+    print_ending(study.failures, page)

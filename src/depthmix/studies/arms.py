@@ -6,18 +6,23 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from depthmix.mechanisms import kv_mechanism, mechanism
 from depthmix.models import count_parameters
+from depthmix.support.checks import split_pair
 from depthmix.training.config import TrainConfig
 from depthmix.training.flops import flops_per_token
 from depthmix.training.overrides import check_excluding, override
 
-LOOKS = {"validate_every": 25, "depth_every": 10, "checkpoint_every": 10}  # of a run, where nothing else is asked for
-KEPT = {"keep": 1, "snapshot_every": 0}
+TIMES_PER_RUN = {
+    "validate_every": 25,
+    "depth_every": 10,
+    "checkpoint_every": 10,
+}  # of a run, where nothing else is asked for
+FILES_KEPT = {"keep": 1, "snapshot_every": 0}
 Budget = Callable[[TrainConfig, float], float]  # tokens of a size: from its baseline's configuration and its own wish
 
 
@@ -29,10 +34,10 @@ class Size:
     @classmethod
     def of(cls, text: str) -> Size:
         """From "24x128", or "24" for the dial alone."""
-        found = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip())
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip())
+        if match is None:
             raise ValueError(f"size {text!r}; expected DEPTHxDIM such as 24x128, or DEPTH alone")
-        return cls(depth=int(found[1]), dim=None if found[2] is None else int(found[2]))
+        return cls(depth=int(match[1]), dim=None if match[2] is None else int(match[2]))
 
     def __str__(self) -> str:
         return str(self.depth) if self.dim is None else f"{self.depth}x{self.dim}"
@@ -59,6 +64,30 @@ class Grid:
     data: str = "stdlib"
     tokenizer: str = "bytes"
 
+    @classmethod
+    def parse(
+        cls,
+        mixers: Sequence[str],
+        sizes: Sequence[Size],
+        *,
+        sweep: Sequence[str] = (),
+        settings: Sequence[str] = (),
+        rates: Sequence[str] = (),
+        data: str = "stdlib",
+        tokenizer: str = "bytes",
+    ) -> Grid:
+        """From texts such as mixer.block_sublayers=2,4 (`sweep`), run.steps=9 (`settings`), residual=1e-3 (`rates`)."""
+        sweeps: dict[str, Sequence[str]] = {}
+        for key, values in map(parse_sweep, sweep):
+            if key in sweeps:
+                raise ValueError(f"{key} is varied twice; expected all its values in one --sweep")
+            sweeps[key] = values
+        pairs = dict(split_pair(text, "optimizer.weight_decay=0.1") for text in settings)
+        by_mixer = dict(map(parse_rate, rates))
+        return cls(
+            mixers=mixers, sizes=sizes, sweeps=sweeps, settings=pairs, rates=by_mixer, data=data, tokenizer=tokenizer
+        )
+
 
 def make_arms(grid: Grid, budget: Budget | None = None, *, across_sizes: bool = True) -> list[Arm]:
     """Every arm of a grid. A key that only some mechanisms have (mixer.block_sublayers) varies these alone.
@@ -77,23 +106,27 @@ def make_arms(grid: Grid, budget: Budget | None = None, *, across_sizes: bool = 
             if first is None:
                 asked = asked_tokens(grid, config)
                 tokens = asked if budget is None else budget(config, asked)
-            told = f"{name} {size}" if len(grid.sizes) > 1 else name
-            label, again = told, 1
-            while label in {arm.label for arm in arms}:
-                again += 1
-                label = f"{told} again" if again == 2 else f"{told} again {again - 1}"
-            above = first or (arms[0] if arms and across_sizes else None)
-            whole = with_tokens(config, tokens, grid.settings)
+            label = unused_label(f"{name} {size}" if len(grid.sizes) > 1 else name, {arm.label for arm in arms})
+            baseline = first or (arms[0] if arms and across_sizes else None)
             arm = Arm(
                 label=label,
-                baseline=above.label if above else None,
+                baseline=baseline.label if baseline else None,
                 mixer=label.replace(f" {size}", "", 1),
                 size=size,
-                config=whole,
+                config=with_tokens(config, tokens, grid.settings),
             )
             first = first or arm
             arms.append(arm)
     return arms
+
+
+def unused_label(name: str, used: Collection[str]) -> str:
+    """The name itself, else "NAME again", "NAME again 2" and so on."""
+    label, repeats = name, 0
+    while label in used:
+        repeats += 1
+        label = f"{name} again" if repeats == 1 else f"{name} again {repeats}"
+    return label
 
 
 def equal_compute(tokens: float | None) -> Budget:
@@ -126,7 +159,7 @@ def variants(grid: Grid, size: Size) -> Iterator[tuple[str, TrainConfig]]:
         config = override(config, "data.source", grid.data)
         for key, value in grid.settings.items():
             config = override(config, key, value) if applies(config, key) else config
-        config = changed(config, grid.rates.get(mixer))
+        config = with_changes(config, grid.rates.get(mixer))
         keys = [key for key in grid.sweeps if applies(config, key)]
         for values in itertools.product(*(grid.sweeps[key] for key in keys)):
             varied = config
@@ -161,7 +194,7 @@ def check_keys(grid: Grid) -> None:
             raise ValueError(f"{key}: none of {', '.join(grid.mixers)} has this option")
         if key in ("run.seed", "run.folder"):
             raise ValueError(f"{key} is the study's own; choose --seeds and --folder")
-        if key in grid.sweeps and key.removeprefix("run.") in (*LOOKS, *KEPT, "steps"):
+        if key in grid.sweeps and key.removeprefix("run.") in (*TIMES_PER_RUN, *FILES_KEPT, "steps"):
             raise ValueError(f"{key} is not varied between arms; expected it in --set, the same for all")
         if key in grid.sweeps and key in grid.settings:
             raise ValueError(f"{key} is both varied and set; expected one of them")
@@ -177,11 +210,11 @@ def with_tokens(config: TrainConfig, tokens: float, settings: Mapping[str, str])
     if not 0 < tokens < math.inf:
         raise ValueError(f"{tokens:g} tokens for a run; expected a number above 0")
     steps = max(1, round(tokens / config.tokens_per_step))
-    every = {name: max(1, steps // count) for name, count in LOOKS.items()} | KEPT
-    return changed(config, steps=steps, **{k: v for k, v in every.items() if f"run.{k}" not in settings})
+    every = {name: max(1, steps // count) for name, count in TIMES_PER_RUN.items()} | FILES_KEPT
+    return with_changes(config, steps=steps, **{k: v for k, v in every.items() if f"run.{k}" not in settings})
 
 
-def changed(config: TrainConfig, lr: float | None = None, **run: Any) -> TrainConfig:
+def with_changes(config: TrainConfig, lr: float | None = None, **run: Any) -> TrainConfig:
     """A copy with another learning rate or other fields of `run`."""
     optimizer = config.optimizer if lr is None else dataclasses.replace(config.optimizer, lr=lr)
     return dataclasses.replace(config, optimizer=optimizer, run=dataclasses.replace(config.run, **run))
@@ -189,10 +222,23 @@ def changed(config: TrainConfig, lr: float | None = None, **run: Any) -> TrainCo
 
 def parse_sweep(text: str) -> tuple[str, list[str]]:
     """Of "mixer.block_sublayers=1,2,4,8"."""
-    key, _, values = text.partition("=")
-    found = [value.strip() for value in values.split(",")]
-    if not key or not all(found):
-        raise ValueError(f"{text!r}; expected KEY=VALUE,VALUE such as mixer.block_sublayers=1,2,4,8")
-    if len(set(found)) < len(found):
+    example = "mixer.block_sublayers=1,2,4,8"
+    key, listed = split_pair(text, example)
+    values = [value.strip() for value in listed.split(",")]
+    if not all(values):
+        raise ValueError(f"{text!r}; expected KEY=VALUE,VALUE such as {example}")
+    if len(set(values)) < len(values):
         raise ValueError(f"{text!r} names a value twice")
-    return key, found
+    return key, values
+
+
+def parse_rate(text: str) -> tuple[str, float]:
+    """Of "residual=1.5e-3"."""
+    try:
+        mixer, rate = split_pair(text, "residual=1.5e-3")
+        value = float(rate)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"lr_of {text!r}; expected MIXER=RATE with a rate above 0, such as residual=1.5e-3")
+    return mixer, value

@@ -2,58 +2,39 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from depthmix.studies.comparison import AXES, MARGIN, SPREAD, Axis, Comparison, Crossing, Row
 from depthmix.studies.comparison_figures import Sweeps
+from depthmix.studies.page import Provenance, edge_notes, figure_lines, markdown_table, provenance_lines, sweep_table
 from depthmix.studies.statistics import Estimate
 
-CAPTIONS = {
-    "tokens": "Loss against tokens",
-    "seconds": "Loss against wall-clock",
-    "differences": "Paired differences of the final loss",
-    "learning_rates": "Learning rates",
-    "scaling": "Loss against compute",
-}
 
-
-@dataclass(frozen=True, kw_only=True)
-class About:
-    """How the runs were made, as the page and the JSON tell it."""
-
-    command: str
-    machine: str
-    data: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    failures: Mapping[str, str] = field(default_factory=dict)  # by run: why it has no result
-
-
-def render(comparison: Comparison, sweeps: Sweeps, about: About, figures: Mapping[str, Path], beside: Path) -> str:
-    """Links to figures are relative to `beside`, the folder of the page."""
-    lines = ["# Comparison", "", f"    {about.command}", ""]
+def render(
+    comparison: Comparison, sweeps: Sweeps, provenance: Provenance, figures: Mapping[str, Path], page_folder: Path
+) -> str:
+    """Links to figures are relative to `page_folder`, the folder of the page."""
+    lines = ["# Comparison", "", f"    {provenance.command}", ""]
     lines += [f"- {row.verdict}" for row in comparison.rows] or ["One arm: nothing to compare it with."]
-    lines += ["", "## Final validation loss", "", *table(LOSS_HEADINGS, loss_cells(comparison))]
-    lines += ["", LOSS_NOTE, *picture(figures, "differences", beside)]
-    lines += picture(figures, "tokens", beside) + picture(figures, "seconds", beside)
+    lines += ["", "## Final validation loss", "", *markdown_table(LOSS_HEADINGS, loss_cells(comparison))]
+    lines += ["", LOSS_NOTE, *figure_lines(figures, "differences", page_folder)]
+    lines += figure_lines(figures, "tokens", page_folder) + figure_lines(figures, "seconds", page_folder)
     if comparison.rows:
-        lines += ["", "## Cost", "", *table(COST_HEADINGS, [cost_cells(row) for row in comparison.rows])]
+        lines += ["", "## Cost", "", *markdown_table(COST_HEADINGS, [cost_cells(row) for row in comparison.rows])]
         lines += ["", COST_NOTE]
         lines += [
             "",
             "## Effective speed-up",
             "",
-            *table(SPEED_HEADINGS, [speed_cells(row) for row in comparison.rows]),
+            *markdown_table(SPEED_HEADINGS, [speed_cells(row) for row in comparison.rows]),
         ]
         lines += ["", SPEED_NOTE]
     if sweeps:
         lines += ["", "## Learning rates", "", *sweep_table(sweeps), *edge_notes(sweeps)]
-        lines += picture(figures, "learning_rates", beside)
-    lines += how(about)
+        lines += figure_lines(figures, "learning_rates", page_folder)
+    lines += provenance_lines(provenance)
     return "\n".join(lines) + "\n"
 
 
@@ -109,8 +90,9 @@ def signed(value: float) -> str:
 def cost_cells(row: Row) -> Sequence[str]:
     speed, memory = row.tokens_per_second, row.memory
     share = "" if row.parameters is None else f"{row.parameters:.4f}"
-    told = (f"undecided ({row.undecided})", "") if row.undecided else (factor(speed), interval(speed, ".3f"))
-    return (row.arm, row.baseline, *told, factor(memory), share)
+    speed_pair = (factor(speed), interval(speed, ".3f"))
+    pair = (f"undecided ({row.undecided})", "") if row.undecided else speed_pair
+    return (row.arm, row.baseline, *pair, factor(memory), share)
 
 
 def speed_cells(row: Row) -> Sequence[str]:
@@ -153,62 +135,3 @@ def interval(e: Estimate | None, form: str) -> str:
 def bracketed(e: Estimate | None) -> str:
     words = interval(e, ".2f")
     return f"({words})" if words else ""
-
-
-def sweep_table(sweeps: Sweeps) -> list[str]:
-    lrs = sorted({lr for losses in sweeps.values() for lr in losses})
-    cells = []
-    for arm, losses in sweeps.items():
-        best = best_of(losses)
-        cells.append([arm, *(sweep_cell(losses, lr, best) for lr in lrs)])
-    return [
-        "Final validation loss of short runs with one seed; the best of an arm is taken.",
-        "",
-        *table(["arm", *(f"{lr:g}" for lr in lrs)], cells),
-    ]
-
-
-def sweep_cell(losses: Mapping[float, float | None], lr: float, best: float | None) -> str:
-    if lr not in losses:
-        return ""
-    loss = losses[lr]
-    return "failed" if loss is None else f"**{loss:.4f}**" if lr == best else f"{loss:.4f}"
-
-
-def best_of(losses: Mapping[float, float | None]) -> float | None:
-    """The learning rate with the lowest loss."""
-    whole = {lr: loss for lr, loss in losses.items() if loss is not None}
-    return min(whole, key=lambda lr: whole[lr]) if whole else None
-
-
-def edge_notes(sweeps: Sweeps) -> list[str]:
-    """Where the best learning rate is the last one tried, a better one may lie beyond."""
-    edge = [arm for arm, losses in sweeps.items() if len(losses) > 1 and best_of(losses) in (min(losses), max(losses))]
-    if not edge:
-        return []
-    return [
-        "",
-        f"The best learning rate is the first or last that was tried for {', '.join(edge)}: try more beyond it.",
-    ]
-
-
-def how(about: About) -> list[str]:
-    lines = ["", "## How it was made", "", f"{about.machine}. Data: {about.data}."]
-    lines += ["", *(f"- {name}: {value}" for name, value in about.settings.items())]
-    if about.failures:
-        lines += ["", "Runs without a result:", "", *(f"- {run}: {why}" for run, why in about.failures.items())]
-    return lines
-
-
-def table(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """Only columns that have something to say."""
-    shown = [k for k in range(len(headings)) if any(row[k] for row in cells)]
-    lines = ["| " + " | ".join(headings[k] for k in shown) + " |", "|" + "---|" * len(shown)]
-    return lines + ["| " + " | ".join(row[k] for k in shown) + " |" for row in cells]
-
-
-def picture(figures: Mapping[str, Path], name: str, beside: Path) -> list[str]:
-    if name not in figures:
-        return []
-    link = Path(os.path.relpath(figures[name], beside)).as_posix()
-    return ["", f"![{CAPTIONS[name]}]({link})"]

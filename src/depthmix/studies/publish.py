@@ -1,13 +1,16 @@
-"""A study without its weights: what a reader of its page may want to see, small enough to keep beside it."""
+"""A study's page and result in its folder; published, with all of its runs but their weights: small enough to keep."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from depthmix.studies.arms import changed
+from depthmix.studies.arms import with_changes
+from depthmix.studies.page import Provenance
 from depthmix.studies.study import Study
 from depthmix.support.files import replacing, write_text
 from depthmix.training.folder import CONFIG, RESULT
@@ -20,29 +23,52 @@ def check_target(target: Path | None, folder: Path) -> None:
     """Before the first hour, not after it."""
     if target is None:
         return
-    ours, theirs = target.resolve(), folder.resolve()
-    if ours == theirs or theirs in ours.parents or ours in theirs.parents:
+    copy, original = target.resolve(), folder.resolve()
+    if copy == original or original in copy.parents or copy in original.parents:
         raise ValueError(f"publish={target} and folder={folder} lie in each other; expected two separate folders")
     if target.exists() and not target.is_dir():
         raise ValueError(f"publish={target} is no folder")
 
 
+def write_study(
+    study: Study,
+    name: str,
+    page: str,
+    provenance: Provenance,
+    result: Mapping[str, Any],
+    figures: Mapping[str, Path],
+    publish: Path | None,
+) -> tuple[Path, str]:
+    """Write NAME.md, and all of the result as NAME.json, into the study's folder; `publish` it if asked.
+
+    Returns the path of the page and the JSON.
+    """
+    everything = {"about": dataclasses.asdict(provenance), "learning_rates": study.sweeps, **result}
+    text = json.dumps(everything, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    page_file, data_file = (study.folder / f"{name}.{kind}" for kind in ("md", "json"))
+    write_text(page_file, page)
+    write_text(data_file, text)
+    if publish is not None:
+        publish_study(study, publish, [page_file, data_file, *figures.values()])
+    return page_file, text
+
+
 def publish_study(study: Study, target: Path, pages: Sequence[Path]) -> None:
     """Copy `pages`, and of every complete run what tells how it went; what else is there stays."""
     for page in pages:
-        copy(page, target / page.relative_to(study.folder))
+        copy_file(page, target / page.relative_to(study.folder))
     for task in study.done:
-        place = task.folder.relative_to(study.folder)
+        run = task.folder.relative_to(study.folder)
         for name in COPIED:
-            copy(task.folder / name, target / place / name)
+            copy_file(task.folder / name, target / run / name)
         # Folders are the business of the machine that it ran on; the digest leaves them out.
-        config = changed(task.config, folder=place.as_posix())
+        config = with_changes(task.config, folder=run.as_posix())
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, folder=None))
-        write_text(target / place / CONFIG, config.to_toml())
+        write_text(target / run / CONFIG, config.to_toml())
         for snapshot in sorted((task.folder / SNAPSHOTS).glob("*.safetensors")):
-            copy(snapshot, target / place / SNAPSHOTS / snapshot.name)
+            copy_file(snapshot, target / run / SNAPSHOTS / snapshot.name)
 
 
-def copy(source: Path, target: Path) -> None:
+def copy_file(source: Path, target: Path) -> None:
     with replacing(target) as part:
         shutil.copyfile(source, part)

@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from depthmix.support.files import write_text
+from depthmix.support.terminal import Progress, describe_signal, end_children, say, start_child
 from depthmix.training.config import TrainConfig
 from depthmix.training.flops import flops_per_token
 from depthmix.training.folder import Result, finished_result, run_lock, stop_signals
 
-TRAIN = (sys.executable, "-m", "depthmix", "train", "--config")  # and the file
 LOG, ASKED = "log.txt", "asked.toml"
-EVERY = 20.0  # seconds between lines of progress where stderr is no terminal
 PAUSE = 0.5  # seconds between looks at the children
 
 
@@ -46,31 +43,29 @@ class Task:
     def folder(self) -> Path:
         return Path(self.config.run.folder)
 
-    @property
+    @cached_property  # counting builds a model, and the time left asks for it again and again
     def flops(self) -> float:
         config = self.config
         return flops_per_token(config.model, config.data.tokens_per_row) * config.run.steps * config.tokens_per_step
 
 
 @dataclass
-class Clock:
-    """How long all that is left may take, from the seconds that a FLOP took so far; an arm by its own pace if known."""
+class Pace:
+    """How long work will take, from the seconds that a FLOP took so far; an arm by its own pace if known."""
 
-    total: int
-    done: int = 0
     spent: dict[str, tuple[float, float]] = field(default_factory=dict)  # of an arm: seconds and FLOPs
 
-    def took(self, arm: str, seconds: float, flops: float) -> None:
+    def add(self, arm: str, seconds: float, flops: float) -> None:
         before = self.spent.get(arm, (0.0, 0.0))
         self.spent[arm] = (before[0] + seconds, before[1] + flops)
 
-    def left(self, work: Iterable[tuple[str, float]]) -> float | None:
-        """Seconds for (arm, FLOPs) still to do, one after the other; None before anything was done."""
+    def seconds_for(self, work: Iterable[tuple[str, float]]) -> float | None:
+        """For (arm, FLOPs) still to do, one after the other; None before anything was done."""
         seconds, flops = (sum(part) for part in zip(*self.spent.values(), strict=True)) if self.spent else (0.0, 0.0)
         if not flops:
             return None
-        pace = {arm: own[0] / own[1] for arm, own in self.spent.items() if own[1]}
-        return sum(pace.get(arm, seconds / flops) * each for arm, each in work)
+        known = {arm: spent[0] / spent[1] for arm, spent in self.spent.items() if spent[1]}
+        return sum(known.get(arm, seconds / flops) * each for arm, each in work)
 
 
 @dataclass(kw_only=True)
@@ -78,7 +73,7 @@ class Child:
     """A run that is being made."""
 
     task: Task
-    head: str
+    title: str
     process: subprocess.Popen[bytes]
     begun: float
     first: int  # steps that were done before
@@ -96,8 +91,10 @@ class Child:
 class Pool:
     """Makes runs, `jobs` at once, each with its share of the threads."""
 
-    clock: Clock
+    total: int  # runs
     jobs: int = 1
+    begun: int = 0  # runs, with those that were complete
+    pace: Pace = field(default_factory=Pace)
     failures: dict[str, str] = field(default_factory=dict)  # by label: why there is no result
     running: list[Child] = field(default_factory=list)
     results: dict[str, Result | None] = field(default_factory=dict)  # by label
@@ -105,95 +102,87 @@ class Pool:
 
     def run(self, tasks: Sequence[Task], later: Sequence[Task] = ()) -> list[Result | None]:
         """The result of each task, made or found; None where it failed. `later` counts for the time left."""
-        waiting, shown = list(tasks), time.monotonic()
-        with stop_signals() as asked:
+        waiting = list(tasks)
+        with stop_signals() as asked, Progress(self.total) as progress:
             try:
                 while waiting or self.running:
                     for task in waiting[:]:
-                        if len(self.running) < self.jobs and self.begin(task):
+                        if len(self.running) < self.jobs and self.begin_run(task):
                             waiting.remove(task)
                     if waiting or self.running:
                         time.sleep(PAUSE)
                     for child in [child for child in self.running if child.process.poll() is not None]:
                         self.running.remove(child)
-                        self.end(child)
+                        self.end_run(child)
                     if asked():
                         raise KeyboardInterrupt
-                    if self.running and time.monotonic() - shown >= (1.0 if sys.stderr.isatty() else EVERY):
-                        self.show([*waiting, *later])
-                        shown = time.monotonic()
+                    if self.running and progress.due():
+                        self.show_progress(progress, [*waiting, *later])
             finally:
-                for child in self.running:
-                    child.process.terminate()  # it writes a checkpoint
-                for child in self.running:
-                    child.process.wait()
+                end_children([child.process for child in self.running])
         return [self.results[task.label] for task in tasks]
 
-    def begin(self, task: Task) -> bool:
+    def begin_run(self, task: Task) -> bool:
         """Start a run, or find its result; False while another process trains in its folder."""
-        head = f"[{self.clock.done + 1}/{self.clock.total}] {task.label}"
+        title = f"[{self.begun + 1}/{self.total}] {task.label}"
         try:
             task.folder.mkdir(parents=True, exist_ok=True)
-            if not free(task.folder):
+            if not is_free(task.folder):
                 if task.label not in self.blocked:
-                    say(f"{head}: another process trains in {task.folder}; waiting for it")
+                    say(f"{title}: another process trains in {task.folder}; waiting for it")
                 self.blocked.add(task.label)
                 return False
-            self.clock.done += 1
-            self.results[task.label] = found = complete(task)
-            if found is not None:
-                say(f"{head}: complete already, loss {found.validation_loss:.4f}")
+            self.begun += 1
+            self.results[task.label] = result = find_result(task)
+            if result is not None:
+                say(f"{title}: complete already, loss {result.validation_loss:.4f}")
             else:
                 first = steps_done(task.folder)
-                process = start(task, threads_of(self.jobs))
-                self.running.append(Child(task=task, head=head, process=process, begun=time.monotonic(), first=first))
+                process = start(task, threads_per_run(self.jobs))
+                self.running.append(Child(task=task, title=title, process=process, begun=time.monotonic(), first=first))
         except OSError as error:  # a full disk, a folder that may not be written
-            self.fail(task, head, str(error))
+            self.fail(task, title, str(error))
         return True
 
-    def end(self, child: Child) -> None:
-        """What a process that has ended leaves."""
-        task, took = child.task, time.monotonic() - child.begun
+    def end_run(self, child: Child) -> None:
+        """Take the result of a process that has ended."""
+        task, seconds = child.task, time.monotonic() - child.begun
         try:
-            result, why = complete(task), ""
+            result, problem = find_result(task), ""
         except OSError as error:
-            result, why = None, str(error)
+            result, problem = None, str(error)
         if result is None:
-            self.fail(task, child.head, why or reason(child.process.returncode, task.folder / LOG))
+            self.fail(task, child.title, problem or failure_reason(child.process.returncode, task.folder / LOG))
             return
         self.results[task.label] = result
-        self.clock.took(task.arm, took, child.share(child.steps) * task.flops)
-        say(f"{child.head}: loss {result.validation_loss:.4f}, {result.tokens_per_second:,.0f} tokens/s")
+        self.pace.add(task.arm, seconds, child.share(child.steps) * task.flops)
+        say(f"{child.title}: loss {result.validation_loss:.4f}, {result.tokens_per_second:,.0f} tokens/s")
 
-    def fail(self, task: Task, head: str, why: str) -> None:
-        self.results[task.label], self.failures[task.label] = None, why
-        say(f"{head}: failed: {why}")
+    def fail(self, task: Task, title: str, reason: str) -> None:
+        self.results[task.label], self.failures[task.label] = None, reason
+        say(f"{title}: failed: {reason}")
 
-    def show(self, later: Sequence[Task]) -> None:
+    def show_progress(self, progress: Progress, later: Sequence[Task]) -> None:
         """Where each run is, and when all will be done."""
-        here = Clock(total=0, spent=dict(self.clock.spent))
-        words, rest = [], [(task.arm, task.flops) for task in later]
+        pace = Pace(dict(self.pace.spent))
+        lines, work, done = [], [(task.arm, task.flops) for task in later], float(self.begun - len(self.running))
         for child in self.running:
-            done = steps_done(child.task.folder)
-            here.took(child.task.arm, time.monotonic() - child.begun, child.share(done) * child.task.flops)
-            rest.append((child.task.arm, (1 - done / child.steps) * child.task.flops))
-            words.append(f"{child.head}: step {done} of {child.steps}")
-        left = here.left(rest)
-        if left is not None:
-            words.append(f"all that is left: about {duration(left / min(self.jobs, len(rest)))}")
-        line = "; ".join(words)
-        if sys.stderr.isatty():
-            print(f"\r{line[: shutil.get_terminal_size().columns - 1]}\033[K", end="", file=sys.stderr, flush=True)
-        else:
-            say(line)
+            steps = steps_done(child.task.folder)
+            pace.add(child.task.arm, time.monotonic() - child.begun, child.share(steps) * child.task.flops)
+            work.append((child.task.arm, (1 - steps / child.steps) * child.task.flops))
+            lines.append(f"{child.title}: step {steps} of {child.steps}")
+            done += steps / child.steps
+        seconds = pace.seconds_for(work)
+        left = None if seconds is None else seconds / min(self.jobs, len(work))
+        progress.show(done, "; ".join([*lines, *([] if left is None else ["all runs"])]), left)
 
 
-def threads_of(jobs: int) -> int:
-    """Of each run, where so many share the machine."""
+def threads_per_run(jobs: int) -> int:
+    """Where so many runs share the machine."""
     return max(1, torch.get_num_threads() // jobs)
 
 
-def free(folder: Path) -> bool:
+def is_free(folder: Path) -> bool:
     """Whether nobody trains there: the child of a study that was killed, or another study."""
     try:
         with run_lock(folder):
@@ -202,8 +191,8 @@ def free(folder: Path) -> bool:
         return False
 
 
-def complete(task: Task) -> Result | None:
-    """A finished run of this configuration; a damaged result is made again from its checkpoint."""
+def find_result(task: Task) -> Result | None:
+    """Of a finished run of this configuration; a damaged result is made again from its checkpoint."""
     try:
         return finished_result(task.config)
     except ValueError as error:
@@ -214,16 +203,10 @@ def complete(task: Task) -> Result | None:
 
 def start(task: Task, threads: int) -> subprocess.Popen[bytes]:
     write_text(task.folder / ASKED, task.config.to_toml())
-    source = str(Path(__file__).parents[2])
-    paths = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
+    words = ("train", "--config", str(task.folder / ASKED))
     with (task.folder / LOG).open("ab") as log:
-        return subprocess.Popen(
-            [*TRAIN, str(task.folder / ASKED)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)},
-            start_new_session=True,  # Ctrl-C comes to us; we hand it on and wait for the checkpoint
+        return start_child(
+            "depthmix", *words, threads=threads, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
         )
 
 
@@ -243,23 +226,11 @@ def steps_done(folder: Path) -> int:
     return 0
 
 
-def reason(code: int, log: Path) -> str:
-    """What a child said last."""
-    if code < 0:
-        name = signal.Signals(-code).name
-        return f"ended by {name}" + ("; is there enough memory?" if name == "SIGKILL" else "") + f" (see {log})"
+def failure_reason(code: int, log: Path) -> str:
+    """The signal that ended a run, or what it said last."""
+    if ending := describe_signal(code):
+        return f"{ending} (see {log})"
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 4000))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     return f"{lines[-1] if lines else f'exit code {code}, without a result'} (see {log})"
-
-
-def say(text: str) -> None:
-    """On a line of its own; on a terminal in the place of the progress."""
-    print(f"\r\033[K{text}" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
-
-
-def duration(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -11,8 +11,9 @@ from typing import Any
 from depthmix.analysis.figures import new_figure, save
 from depthmix.studies.comparison import Run
 from depthmix.studies.comparison_figures import COLOURS, MARKERS, Sweeps
-from depthmix.studies.comparison_page import About, best_of, edge_notes, how, picture, sweep_table, table
+from depthmix.studies.page import Provenance, edge_notes, figure_lines, markdown_table, provenance_lines, sweep_table
 from depthmix.studies.scaling import Factor, Fit, factor_between, fit, verdict_of
+from depthmix.studies.study import Study, best_rate, read_runs
 
 LAW_HEADINGS = ("arm", "sizes", "a", "95 % interval", "b", "95 % interval")
 IRREDUCIBLE_HEADINGS = ("irreducible", "95 % interval")
@@ -58,7 +59,18 @@ class Scaling:
         return asdict(self)
 
 
-def scale(points: Sequence[Point], *, baseline: str | None = None, irreducible: bool = False) -> Scaling:
+def read_points(study: Study) -> list[Point]:
+    """Of all complete runs of a study, arm by arm."""
+    runs = read_runs(study)
+    arms = list(dict.fromkeys(arm.mixer for arm in study.arms))
+    points = [
+        Point(arm=arm.mixer, size=str(arm.size), runs=tuple(run for run in runs if run.arm == arm.label))
+        for arm in sorted(study.arms, key=lambda arm: arms.index(arm.mixer))
+    ]
+    return [point for point in points if point.runs]
+
+
+def fit_scaling(points: Sequence[Point], *, baseline: str | None = None, irreducible: bool = False) -> Scaling:
     """A law for each arm, and what each arm is worth in the baseline's compute; the first arm's where none is named.
 
     The factor of an arm rests on the sizes that both have, for both laws.
@@ -80,9 +92,9 @@ def scale(points: Sequence[Point], *, baseline: str | None = None, irreducible: 
             notes.append(f"{arm}: its loss does not fall with compute (b = {fits[arm].law.b:.4f}); no law to trust")
         if arm != base and base in fits:
             theirs = [by_size[base][size] for size in shared]
-            beside = law_through(theirs, irreducible)
-            factors[arm] = [factor_between(fits[arm], beside, p.compute) for p in theirs]
-    verdicts = [verdict_of(arm, base, max(found, key=lambda f: f.compute)) for arm, found in factors.items()]
+            baseline_fit = law_through(theirs, irreducible)
+            factors[arm] = [factor_between(fits[arm], baseline_fit, p.compute) for p in theirs]
+    verdicts = [verdict_of(arm, base, max(each, key=lambda f: f.compute)) for arm, each in factors.items()]
     return Scaling(points=list(points), fits=fits, factors=factors, verdicts=verdicts, notes=notes)
 
 
@@ -90,31 +102,33 @@ def law_through(points: Sequence[Point], irreducible: bool) -> Fit:
     return fit([p.compute for p in points], [p.loss for p in points], irreducible=irreducible)
 
 
-def render(scaling: Scaling, sweeps: Sweeps, about: About, figures: Mapping[str, Path], beside: Path) -> str:
-    lines = ["# Scaling", "", f"    {about.command}", "", *(f"- {verdict}" for verdict in scaling.verdicts)]
+def render(
+    scaling: Scaling, sweeps: Sweeps, provenance: Provenance, figures: Mapping[str, Path], page_folder: Path
+) -> str:
+    lines = ["# Scaling", "", f"    {provenance.command}", "", *(f"- {verdict}" for verdict in scaling.verdicts)]
     lines += [f"- {note}" for note in scaling.notes]
     lines += [
         "",
         "## Laws",
         "",
-        *table(law_headings(scaling), law_cells(scaling)),
+        *markdown_table(law_headings(scaling), law_cells(scaling)),
         "",
         f"{scaling.formula}, {LAW_NOTE}",
     ]
-    lines += picture(figures, "scaling", beside)
+    lines += figure_lines(figures, "scaling", page_folder)
     if scaling.factors:
         lines += [
             "",
             "## Compute-equivalent factor",
             "",
-            *table(FACTOR_HEADINGS, factor_cells(scaling)),
+            *markdown_table(FACTOR_HEADINGS, factor_cells(scaling)),
             "",
             FACTOR_NOTE,
         ]
-    lines += ["", "## Sizes", "", *table(SIZE_HEADINGS, size_cells(scaling))]
-    if any(best_of(losses) is not None for losses in sweeps.values()):
+    lines += ["", "## Sizes", "", *markdown_table(SIZE_HEADINGS, size_cells(scaling))]
+    if any(best_rate(losses) is not None for losses in sweeps.values()):
         lines += ["", "## Learning rates", "", *sweep_table(sweeps), *edge_notes(sweeps)]
-    return "\n".join([*lines, *how(about)]) + "\n"
+    return "\n".join([*lines, *provenance_lines(provenance)]) + "\n"
 
 
 LAW_NOTE = (
@@ -155,12 +169,12 @@ def factor_cells(scaling: Scaling) -> list[Sequence[str]]:
     return [
         (
             arm,
-            f"{found.compute:.3g}",
-            "never reached" if found.factor is None else f"{found.factor:.3f}",
-            found.span,
+            f"{factor.compute:.3g}",
+            "never reached" if factor.factor is None else f"{factor.factor:.3f}",
+            factor.span,
         )
         for arm, factors in scaling.factors.items()
-        for found in factors
+        for factor in factors
     ]
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.data.corpus import Corpus
-from depthmix.studies.arms import Arm, changed
-from depthmix.studies.runs import Clock, Pool, Task, threads_of
+from depthmix.studies.arms import Arm, with_changes
+from depthmix.studies.comparison import Comparison, Run, compare, read_run
+from depthmix.studies.runs import Pool, Task, threads_per_run
 from depthmix.support.checks import check_range
 from depthmix.training.build import check_apart, open_corpus
 from depthmix.training.config import TrainConfig
@@ -61,35 +62,59 @@ def run_study(
         lr_share: length of a short run, as a share of a long one.
         jobs: runs at once.
     """
-    check(arms, seeds, lrs, lr_share, jobs)
+    check_study(arms, seeds, lrs, lr_share, jobs)
     data = arms[0].config.data
     check_apart(data, folder)
     corpus = open_corpus(data)
     choices = list(dict.fromkeys(lrs)) if len(set(lrs)) > 1 else []
     short = [short_task(arm, lr, folder, corpus.digest, lr_share) for lr in choices for arm in arms]
     guessed = [long_task(arm, seed, None, folder, corpus.digest) for seed in range(seeds) for arm in arms]
-    pool = Pool(clock=Clock(total=len(short) + len(guessed)), jobs=jobs)
+    pool = Pool(total=len(short) + len(guessed), jobs=jobs)
     tried = pool.run(short, guessed)
     best: dict[str, float | None] = {arm.label: lrs[0] if lrs and not choices else None for arm in arms}
     sweeps: dict[str, dict[float, float | None]] = {arm.label: {} for arm in arms if choices}
     for task, result in zip(short, tried, strict=True):
         sweeps[task.arm][task.config.optimizer.lr] = None if result is None else result.validation_loss
     for label, losses in sweeps.items():
-        whole = {lr: loss for lr, loss in losses.items() if loss is not None}
-        if not whole:
+        best[label] = best_rate(losses)
+        if best[label] is None:
             pool.failures[label] = "no learning rate led to a result"
-        best[label] = min(whole, key=lambda lr: whole[lr]) if whole else None
     able = [arm for arm in arms if arm.label not in pool.failures]
     long = [long_task(arm, seed, best[arm.label], folder, corpus.digest) for seed in range(seeds) for arm in able]
-    pool.clock.total = len(short) + len(long)
-    made = zip((*short, *long), (*tried, *pool.run(long)), strict=True)
-    done = [task for task, result in made if result is not None]
+    pool.total = len(short) + len(long)
+    results = zip((*short, *long), (*tried, *pool.run(long)), strict=True)
+    done = [task for task, result in results if result is not None]
     return Study(
         arms=list(arms), folder=folder, done=done, sweeps=sweeps, failures=pool.failures, corpus=corpus, jobs=jobs
     )
 
 
-def check(arms: Sequence[Arm], seeds: int, lrs: Sequence[float], lr_share: float, jobs: int) -> None:
+def best_rate(losses: Mapping[float, float | None]) -> float | None:
+    """The learning rate with the lowest loss; None where no run has one."""
+    complete = {lr: loss for lr, loss in losses.items() if loss is not None}
+    return min(complete, key=lambda lr: complete[lr]) if complete else None
+
+
+def read_runs(study: Study) -> list[Run]:
+    """The long ones, with folders as seen from the study's own, so that all of it can be moved."""
+    return [
+        dataclasses.replace(
+            read_run(task.folder, arm=task.arm, seed=task.seed, lr=task.config.optimizer.lr),
+            folder=task.folder.relative_to(study.folder).as_posix(),
+        )
+        for task in study.tasks
+    ]
+
+
+def compare_study(study: Study) -> Comparison:
+    """Each arm against its baseline; one with the baseline's own configuration is a control."""
+    configs = {arm.label: arm.config for arm in study.arms}
+    baselines = {arm.label: arm.baseline for arm in study.arms if arm.baseline is not None}
+    controls = [label for label, base in baselines.items() if configs[label] == configs[base]]
+    return compare(read_runs(study), baselines, controls)
+
+
+def check_study(arms: Sequence[Arm], seeds: int, lrs: Sequence[float], lr_share: float, jobs: int) -> None:
     for name, count in (("seeds", seeds), ("jobs", jobs)):
         check_range(name, count, 1, MOST)
     if not all(lr > 0 for lr in lrs):
@@ -99,53 +124,54 @@ def check(arms: Sequence[Arm], seeds: int, lrs: Sequence[float], lr_share: float
     if lrs and len({arm.config.optimizer.lr for arm in arms if arm.size == arms[0].size}) > 1:
         raise ValueError("optimizer.lr is varied as well as lrs; expected one of them")
     for name in ("source", "tokenizer", "validation", "field", "tokens_per_row"):
-        same(f"data.{name}", {getattr(arm.config.data, name) for arm in arms}, f"set one data.{name} for all")
+        check_equal(f"data.{name}", {getattr(arm.config.data, name) for arm in arms}, f"set one data.{name} for all")
     rows = {arm.config.data.rows * arm.config.run.validate_batches for arm in arms}
-    same("data.rows × run.validate_batches", rows, "set one data.rows for all, and vary run.accumulate instead")
+    check_equal("data.rows × run.validate_batches", rows, "set one data.rows for all, and vary run.accumulate instead")
 
 
-def same(name: str, values: Collection[Any], hint: str) -> None:
+def check_equal(name: str, values: Collection[Any], hint: str) -> None:
     """Losses on different validation tokens could not be compared."""
     if len(values) > 1:
-        told = ", ".join(sorted(map(str, values)))
-        raise ValueError(f"{name} differs between arms ({told}): they would not be judged by the same tokens; {hint}")
+        listed = ", ".join(sorted(map(str, values)))
+        raise ValueError(f"{name} differs between arms ({listed}): they would not be judged by the same tokens; {hint}")
 
 
 def short_task(arm: Arm, lr: float, folder: Path, data: str, share: float) -> Task:
     steps = max(1, round(arm.config.run.steps * share))
-    config = changed(arm.config, lr, steps=steps, seed=0, validate_every=0, depth_every=0)
-    return Task(arm=arm.label, seed=0, config=placed(config, folder, f"{arm.label} lr {lr:g}", data), short=True)
+    config = with_changes(arm.config, lr, steps=steps, seed=0, validate_every=0, depth_every=0)
+    return Task(
+        arm=arm.label, seed=0, config=with_run_folder(config, folder, f"{arm.label} lr {lr:g}", data), short=True
+    )
 
 
 def long_task(arm: Arm, seed: int, lr: float | None, folder: Path, data: str) -> Task:
-    config = changed(arm.config, lr, seed=seed)
-    return Task(arm=arm.label, seed=seed, config=placed(config, folder, f"{arm.label} seed {seed}", data))
+    config = with_changes(arm.config, lr, seed=seed)
+    return Task(arm=arm.label, seed=seed, config=with_run_folder(config, folder, f"{arm.label} seed {seed}", data))
 
 
-def placed(config: TrainConfig, folder: Path, words: str, data: str) -> TrainConfig:
+def with_run_folder(config: TrainConfig, folder: Path, words: str, data: str) -> TrainConfig:
     """In a folder that only an equal configuration on equal data has."""
-    mark = hashlib.sha256(f"{config.digest}\n{data}".encode()).hexdigest()[:10]
+    digest = hashlib.sha256(f"{config.digest}\n{data}".encode()).hexdigest()[:10]
     slug = re.sub(r"[^A-Za-z0-9._=+-]+", "_", words)
-    return changed(config, folder=str(folder / "runs" / f"{slug}_{mark}"))
+    return with_changes(config, folder=str(folder / "runs" / f"{slug}_{digest}"))
 
 
-def size_of(config: TrainConfig) -> str:
+def describe_size(config: TrainConfig) -> str:
     steps, model = config.run.steps, config.model
     tokens = steps * config.tokens_per_step
     return f"{model.depth} sublayers of width {model.dim}, {tokens:,} tokens in {steps:,} steps"
 
 
-def settings(study: Study, **more: Any) -> Mapping[str, Any]:
-    """What a page tells of a study."""
+def describe_settings(study: Study, **more: Any) -> Mapping[str, Any]:
+    """What a page tells of a study, with the fields `more`."""
     first = study.arms[0].config
-    model = dataclasses.asdict(first.optimizer)
     sizes = {arm.size: arm.config for arm in reversed(study.arms)}  # the first arm of each
     return {
-        "size": "; ".join(map(size_of, reversed(sizes.values()))),
-        "optimizer": ", ".join(f"{k} {v}" for k, v in model.items() if k != "lr"),
+        "size": "; ".join(map(describe_size, reversed(sizes.values()))),
+        "optimizer": ", ".join(f"{k} {v}" for k, v in dataclasses.asdict(first.optimizer).items() if k != "lr"),
         "schedule": ", ".join(f"{k} {v}" for k, v in dataclasses.asdict(first.schedule).items()),
         "batch": f"{first.tokens_per_step:,} tokens, rows of {first.data.tokens_per_row}",
         "validation": f"{first.run.validate_batches} batches of {first.data.rows} rows, always the same",
-        "runs": f"{study.jobs} at once, {threads_of(study.jobs)} threads each",
+        "runs": f"{study.jobs} at once, {threads_per_run(study.jobs)} threads each",
         **more,
     }

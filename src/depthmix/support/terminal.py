@@ -96,12 +96,14 @@ class Progress:
         """Whether an update would be shown now."""
         return time.monotonic() - self.shown >= self.every
 
-    def update(self, done: float, text: str, *, left: float | None = None) -> None:
-        """Show `text` and the seconds that are left, by default as the pace so far says."""
-        if not self.due():
-            return
+    def update(self, done: float, text: str) -> None:
+        """Show `text` and the time left by the pace so far, unless something was shown a moment ago."""
+        if self.due():
+            self.show(done, text, self.seconds_left(done))
+
+    def show(self, done: float, text: str, left: float | None) -> None:
+        """At once, with `left` seconds as the caller knows them; None: unknown."""
         self.shown = time.monotonic()
-        left = self.seconds_left(done) if left is None else left
         ending = "" if left is None else f"about {format_duration(left)} left"
         if self.on_terminal:
             self.draw(done, text, ending)
