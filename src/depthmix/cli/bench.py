@@ -61,7 +61,7 @@ def run(
     Variants take turns in rotating order within a process; a figure is the median of the medians of several processes,
     its interval goes from the smallest to the largest. A bound inside the interval, a residual that differs from
     itself by more than 0.03, or fewer than 6 rounds of a single process leave the verdict undecided. Nothing is
-    measured while `depthmix verify` is red.
+    measured while `depthmix verify` fails.
 
     A full run takes about an hour on two cores, --compiled some minutes more for each network; --quick takes under a
     minute. Progress goes to stderr.
@@ -95,7 +95,7 @@ def run(
             quick=quick,
             compiled=compiled,
         )
-        refuse_while_red(settings.mixers)
+        refuse_failing(settings.mixers)
         try:
             journal = None if output is None else output.with_suffix(".partial.jsonl")
             report = run_suite(settings, BOUNDS, " ".join(["depthmix", *sys.argv[1:]]), journal)
@@ -123,14 +123,14 @@ def check_targets(output: Path | None, markdown: Path | None, figures: Path | No
         new_figure()  # tells where matplotlib is missing
 
 
-def refuse_while_red(names: Iterable[str]) -> None:
+def refuse_failing(names: Iterable[str]) -> None:
     jobs = [(name, mechanism(name)) for name in dict.fromkeys(("residual", *names))]  # an unknown one is told first
     for name, cls in jobs:
         measured = options_for(name, depth=7)
         for options in [cls.variants[0], *([measured] if measured else [])]:
-            red = [c.name for c in verify(name, options, dtype=torch.float32) if not c.holds]
-            if red:
-                reasons = "; ".join(red)
+            failed = [c.name for c in verify(name, options, dtype=torch.float32) if not c.holds]
+            if failed:
+                reasons = "; ".join(failed)
                 raise ValueError(f"{name} is not right yet, so its speed is of no interest: {reasons}. See verify")
 
 

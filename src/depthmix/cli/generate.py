@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
+from depthmix.cli.shared import Several
 from depthmix.data import load_tokenizer
 from depthmix.inference import TextStream, Tokenizer, stream
 from depthmix.models.io import load_model
@@ -21,12 +22,12 @@ from depthmix.support.terminal import say
 
 def run(
     directory: Annotated[Path, tyro.conf.Positional],
-    prompt: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(aliases=("-p",), metavar="TEXT")] = (),
+    prompt: Annotated[Several, tyro.conf.arg(aliases=("-p",), metavar="TEXT")] = (),
     max_new_tokens: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 128,
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
-    stop: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="TEXT")] = (),
+    stop: Annotated[Several, tyro.conf.arg(metavar="TEXT")] = (),
     seed: int = 0,
     cache: Literal["dynamic", "preallocated"] | None = None,
     chunk: int | None = None,
@@ -59,7 +60,7 @@ def run(
     model = load_model(directory, device=device, dtype=None if dtype is None else getattr(torch, dtype))
     tokenizer = load_tokenizer(directory, model.config.vocab_size)
     texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompt or ("-",)]
-    clock = Clock()
+    timer = Timer()
     steps = stream(
         model,
         [tokenizer.encode(text) for text in texts],
@@ -75,7 +76,7 @@ def run(
     )
     rows: list[list[int]] = [[] for _ in texts]
     streamed = TextStream(tokenizer) if len(texts) == 1 and not json else None
-    for step in clock.watch(steps):
+    for step in timer.watch(steps):
         for row, token in zip(rows, step, strict=True):
             if token is not None:
                 row.append(token)
@@ -83,20 +84,20 @@ def run(
                     print(streamed.push(token), end="", flush=True)
     answers = [tokenizer.decode(row) for row in rows]
     if json:
-        found = [{"prompt": p, "text": a, "tokens": t} for p, a, t in zip(texts, answers, rows, strict=True)]
-        print(json_format.dumps({"answers": found, **clock.figures()}, indent=2, ensure_ascii=False))
+        results = [{"prompt": p, "text": a, "tokens": t} for p, a, t in zip(texts, answers, rows, strict=True)]
+        print(json_format.dumps({"answers": results, **timer.figures()}, indent=2, ensure_ascii=False))
         return 0
     if streamed is not None:
         print(streamed.finish(), flush=True)
     else:
         for i, answer in enumerate(answers):
             print(f"[{i + 1}] {answer}")
-    say(clock.describe())
+    say(timer.describe())
     return 0
 
 
 @dataclass
-class Clock:
+class Timer:
     """When the first token came, and how fast those after it."""
 
     begun: float = field(default_factory=time.perf_counter)

@@ -1,4 +1,4 @@
-"""What the verbs of studies share."""
+"""What several verbs share."""
 
 from __future__ import annotations
 

@@ -53,19 +53,19 @@ def run(
     if preset is not None:
         return show_preset(preset, json)
     assert name is not None
-    about: dict[str, Any]
+    page: dict[str, Any]
     with naming_plugin(name, passing=ValueError):
         if is_kv(name):
             kv = kv_mechanism(name)
             make_config(kv, name, parse_options(options), dim=dim, depth=depth)
-            about = {"name": name, "kind": "kv", "paper": kv.paper, "state": kv.holds, **page_of(kv)}
+            page = {"name": name, "kind": "kv", "paper": kv.paper, "state": kv.holds, **page_of(kv)}
         else:
             chosen = parse_options(options)
             make_config(mechanism(name), name, chosen, dim=dim, depth=depth)  # no other argument of a stack
             stack = on_meta(name, dim, depth, **chosen)
-            about = {**describe(stack), "chosen": list(options), **page_of(type(next(iter(stack))))}
-            about["cost"] = cost(stack, dtype)
-    print(json_format.dumps(about, indent=2, ensure_ascii=False, default=str)) if json else print_page(about)
+            page = {**describe(stack), "chosen": list(options), **page_of(type(next(iter(stack))))}
+            page["cost"] = cost(stack, dtype)
+    print(json_format.dumps(page, indent=2, ensure_ascii=False, default=str)) if json else print_page(page)
     return 0
 
 
@@ -79,18 +79,18 @@ def page_of(cls: type[DepthMixer] | type[KVMixer]) -> dict[str, Any]:
 
 
 def parse_options(pairs: tuple[str, ...]) -> dict[str, Any]:
-    found = (split_pair(pair, "num_blocks=8") for pair in pairs)
-    return {key: parse_value(text) for key, text in found}
+    split = (split_pair(pair, "num_blocks=8") for pair in pairs)
+    return {key: parse_value(text) for key, text in split}
 
 
 def equations(cls: type[DepthMixer] | type[KVMixer]) -> list[dict[str, Any]]:
     """Each equation of the docstring, marked (1), (2), …, with the lines of code that carry its mark."""
     lines = marked_lines(cls)
-    found = []
+    rows = []
     for line in (inspect.getdoc(cls) or "").splitlines():
         if match := re.match(r"\((\w+)\) (.+)", line.strip()):
-            found.append({"mark": match[1], "equation": match[2], "code": lines.get(match[1], [])})
-    return found
+            rows.append({"mark": match[1], "equation": match[2], "code": lines.get(match[1], [])})
+    return rows
 
 
 def marked_lines(cls: type[DepthMixer] | type[KVMixer]) -> dict[str, list[str]]:
@@ -101,13 +101,13 @@ def marked_lines(cls: type[DepthMixer] | type[KVMixer]) -> dict[str, list[str]]:
             break
         source, start = inspect.getsourcelines(owner)
         file = Path(inspect.getsourcefile(owner) or "").name
-        own: dict[str, list[str]] = {}
+        marked: dict[str, list[str]] = {}
         for number, line in enumerate(source, start):
             code, hash_, comment = line.partition("  # ")
             if hash_ and comment.lstrip().startswith("("):
                 for mark in TAG.findall(comment):
-                    own.setdefault(mark, []).append(f"{file}:{number}  {code.strip()}")
-        lines = {**own, **lines}  # a subclass says its own equations anew
+                    marked.setdefault(mark, []).append(f"{file}:{number}  {code.strip()}")
+        lines = {**marked, **lines}  # a subclass says its own equations anew
     return lines
 
 
@@ -146,43 +146,43 @@ def cost(stack: DepthStack, dtype: str) -> dict[str, Any]:
     }
 
 
-def print_page(about: dict[str, Any]) -> None:
+def print_page(page: dict[str, Any]) -> None:
     from rich.table import Table
 
     terminal = console()
-    title = about["description"].splitlines()[0]
-    terminal.print(styled((about["name"], "bold"), f"  {title}\n"))
-    for row in about["equations"]:
+    title = page["description"].splitlines()[0]
+    terminal.print(styled((page["name"], "bold"), f"  {title}\n"))
+    for row in page["equations"]:
         terminal.print(styled(f"  ({row['mark']}) ", (row["equation"], "bold")))
         for line in row["code"]:
             terminal.print(styled("        ", (line, "dim")), soft_wrap=True)
-    prose = [" ".join(p.split()) for p in about["description"].split("\n\n")[1:] if not p.startswith("(")]
+    prose = [" ".join(p.split()) for p in page["description"].split("\n\n")[1:] if not p.startswith("(")]
     terminal.print("\n" + "\n\n".join(prose) + "\n")
-    if about["option_table"]:
+    if page["option_table"]:
         table = Table(title="Options", title_justify="left")
         for heading in ("option", "default", "takes", "meaning"):
             table.add_column(heading, overflow="fold")
-        for row in about["option_table"]:
+        for row in page["option_table"]:
             table.add_row(*(row[key] for key in ("option", "default", "takes", "meaning")))
         terminal.print(table)
-    if "cost" in about:
-        terminal.print(cost_table(about))
+    if "cost" in page:
+        terminal.print(cost_table(page))
 
 
-def cost_table(about: dict[str, Any]) -> Any:
+def cost_table(page: dict[str, Any]) -> Any:
     from rich.table import Table
 
-    facts, figures = about, about["cost"]
+    facts, figures = page, page["cost"]
     table = Table(title=f"At D = {facts['dim']}, L = {facts['depth']}", title_justify="left", show_header=False)
-    defaults = not about["chosen"]  # formulas are those of the default options
-    rank = about["rank_formula"] if facts["rank"] is None else str(facts["rank"])
-    rank += f"  ({about['rank_formula']})" if defaults and facts["rank"] is not None else ""
+    defaults = not page["chosen"]  # formulas are those of the default options
+    rank = page["rank_formula"] if facts["rank"] is None else str(facts["rank"])
+    rank += f"  ({page['rank_formula']})" if defaults and facts["rank"] is not None else ""
     rows = [
-        ("parameters", f"{figures['parameters']:,}" + (f"  ({about['parameters_formula']})" if defaults else "")),
+        ("parameters", f"{figures['parameters']:,}" + (f"  ({page['parameters_formula']})" if defaults else "")),
         ("semiseparable rank of M", rank),
         ("starts as PreNorm", facts["preserves_prenorm"]),
         ("two-phase", "yes: the queries are known in advance, and sites share a pass" if facts["two_phase"] else "no"),
-        ("state", f"{about['state']}; at most {figures['largest_state_in_widths']:.1f}·D a token"),
+        ("state", f"{page['state']}; at most {figures['largest_state_in_widths']:.1f}·D a token"),
         ("state bytes a token", f"{figures['largest_state_bytes_per_token']:,} in {figures['dtype']}"),
         ("reads a token and sublayer", f"{figures['read_bytes_per_token_and_sublayer']:,.0f} bytes"),
         ("writes a token and sublayer", f"{figures['write_bytes_per_token_and_sublayer']:,.0f} bytes"),
@@ -195,28 +195,28 @@ def cost_table(about: dict[str, Any]) -> Any:
 
 def show_preset(name: str, json: bool) -> int:
     """A decoder's configuration and counts; of all decoders the counts."""
-    found = []
+    presets = []
     for each in PRESETS if name == "all" else (name,):
         config = find_preset(each)
         counts = dataclasses.asdict(count_parameters(config))
-        found.append({"name": each, "parameters": counts, "configuration": config.to_dict()})
+        presets.append({"name": each, "parameters": counts, "configuration": config.to_dict()})
     if json:
-        print(json_format.dumps(found if name == "all" else found[0], indent=2, ensure_ascii=False))
+        print(json_format.dumps(presets if name == "all" else presets[0], indent=2, ensure_ascii=False))
     elif name == "all":
-        print_counts(found)
+        print_counts(presets)
     else:
-        print_preset(found[0])
+        print_preset(presets[0])
     return 0
 
 
-def print_preset(about: dict[str, Any]) -> None:
+def print_preset(preset: dict[str, Any]) -> None:
     from rich.table import Table
 
     terminal = console()
-    terminal.print(styled((about["name"], "bold"), "\n"))
+    terminal.print(styled((preset["name"], "bold"), "\n"))
     parts = (
-        ("Configuration", {key: setting(value) for key, value in about["configuration"].items()}),
-        ("Parameters", {key.replace("_", " "): f"{value:,}" for key, value in about["parameters"].items()}),
+        ("Configuration", {key: setting(value) for key, value in preset["configuration"].items()}),
+        ("Parameters", {key.replace("_", " "): f"{value:,}" for key, value in preset["parameters"].items()}),
     )
     for title, rows in parts:
         table = Table(title=title, title_justify="left", show_header=False)
@@ -231,7 +231,7 @@ def setting(value: Any) -> str:
     return ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
-def print_counts(found: list[dict[str, Any]]) -> None:
+def print_counts(presets: list[dict[str, Any]]) -> None:
     from rich import box
     from rich.table import Table
 
@@ -246,7 +246,7 @@ def print_counts(found: list[dict[str, Any]]) -> None:
     }
     for heading in headings.values():
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in found:
+    for row in presets:
         table.add_row(row["name"], *(f"{row['parameters'][key] / 1e6:,.2f}" for key in headings))
     terminal = console()
     terminal.print(table)

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from depthmix.cli.shared import Several
 from depthmix.ops import keep_freed_memory
 from depthmix.support.checks import split_pair
 from depthmix.support.terminal import Progress, say
@@ -32,9 +33,7 @@ def run(
     tokens: float | None = None,
     steps: int | None = None,
     seed: int | None = None,
-    set_: Annotated[
-        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="set", aliases=("-s",), metavar="KEY=VALUE")
-    ] = (),
+    set_: Annotated[Several, tyro.conf.arg(name="set", aliases=("-s",), metavar="KEY=VALUE")] = (),
     restart: bool = False,
     print_config: bool = False,
     every: int = 1,
@@ -194,11 +193,11 @@ class TrainingProgress:
 
     def show_step(self, display: Progress, event: Mapping[str, Any]) -> None:
         step, speed = event["step"], f"{event['tokens_per_second']:,.0f} tokens/s"
-        place = f"step {step}/{self.steps}  loss {event['loss']:.4f}"
+        position = f"step {step}/{self.steps}  loss {event['loss']:.4f}"
         if display.on_terminal:
-            display.update(step, f"{place}{self.validation}  {speed}")
+            display.update(step, f"{position}{self.validation}  {speed}")
         elif step % self.every == 0 or step == self.steps:
-            display.update(step, f"{place}  lr {event['lr']:.3g}  norm {event['grad_norm']:.3g}  {speed}")
+            display.update(step, f"{position}  lr {event['lr']:.3g}  norm {event['grad_norm']:.3g}  {speed}")
 
     def end(self) -> None:
         if self.display is not None:

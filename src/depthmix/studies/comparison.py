@@ -122,23 +122,23 @@ def compare(runs: Sequence[Run], baselines: Mapping[str, str], controls: Collect
 
     `controls` are arms that are their baseline once more: what their speed differs by is the machine's doing.
     """
-    found: dict[str, dict[int, Run]] = {}
+    by_arm: dict[str, dict[int, Run]] = {}
     for run in runs:
         if not all(map(math.isfinite, run.losses)):
             raise ValueError(f"{run.arm}, seed {run.seed}: a validation loss is not finite; leave this run out")
-        if run.seed in found.setdefault(run.arm, {}):
+        if run.seed in by_arm.setdefault(run.arm, {}):
             raise ValueError(f"{run.arm} has two runs with seed {run.seed}; expected one")
-        found[run.arm][run.seed] = run
+        by_arm[run.arm][run.seed] = run
     pairs = {
-        arm: [(mine, found[base][seed]) for seed, mine in sorted(found.get(arm, {}).items()) if seed in found[base]]
+        arm: [(run, by_arm[base][seed]) for seed, run in sorted(by_arm.get(arm, {}).items()) if seed in by_arm[base]]
         for arm, base in baselines.items()
-        if base in found
+        if base in by_arm
     }
-    off: dict[str, float] = {}  # by baseline: how far its control is from it
+    deviations: dict[str, float] = {}  # by baseline: how far its control is from it
     for arm in controls:
         if pairs.get(arm):
-            off[baselines[arm]] = max(off.get(baselines[arm], 0.0), abs(speed_ratio(pairs[arm]).mean - 1))
-    rows = [row_of(arm, base, pairs.get(arm, []), off.get(base)) for arm, base in baselines.items()]
+            deviations[baselines[arm]] = max(deviations.get(baselines[arm], 0.0), abs(speed_ratio(pairs[arm]).mean - 1))
+    rows = [make_row(arm, base, pairs.get(arm, []), deviations.get(base)) for arm, base in baselines.items()]
     return Comparison(runs=list(runs), rows=rows)
 
 
@@ -146,36 +146,36 @@ def speed_ratio(pairs: Sequence[tuple[Run, Run]]) -> Estimate:
     return ratio([a.tokens_per_second for a, _ in pairs], [b.tokens_per_second for _, b in pairs])
 
 
-def undecided(speed: Estimate, off: float | None) -> str:
+def undecided_reason(speed: Estimate, deviation: float | None) -> str:
     """Each run is a process at a time of its own: what else the machine did is in its tokens/s."""
-    if off is not None and off > MARGIN:
-        return f"a control is off by {off:.2f}"
+    if deviation is not None and deviation > MARGIN:
+        return f"a control is off by {deviation:.2f}"
     low, high = min(speed.values), max(speed.values)
     return f"{low:.2f} to {high:.2f} over seeds" if high > SPREAD * low else ""
 
 
-def row_of(arm: str, base: str, pairs: Sequence[tuple[Run, Run]], off: float | None) -> Row:
+def make_row(arm: str, base: str, pairs: Sequence[tuple[Run, Run]], deviation: float | None) -> Row:
     if not pairs:
         verdict = f"{arm}: no statement, because no seed was finished by it and by {base}."
         return Row(arm=arm, baseline=base, seeds=(), verdict=verdict)
     difference = estimate([a.final - b.final for a, b in pairs])
     speed_ups: dict[Axis, Estimate | None] = {axis: speed_up(pairs, axis) for axis in AXES}
     speed = speed_ratio(pairs)
-    why = undecided(speed, off)
+    reason = undecided_reason(speed, deviation)
     memory = ratio([a.memory_bytes for a, _ in pairs], [b.memory_bytes for _, b in pairs])
     return Row(
         arm=arm,
         baseline=base,
-        seeds=tuple(mine.seed for mine, _ in pairs),
+        seeds=tuple(run.seed for run, _ in pairs),
         difference=difference,
         speed_ups=speed_ups,
         needed={axis: needed(pairs, axis) for axis in AXES},
         crossings={axis: crossings(pairs, axis) for axis in AXES},
         tokens_per_second=speed,
-        undecided=why,
+        undecided=reason,
         memory=memory,
         parameters=pairs[0][0].parameters / pairs[0][1].parameters,
-        verdict=verdict_of(arm, base, difference, speed_ups["tokens"], cost_of(base, speed, why, memory)),
+        verdict=verdict_of(arm, base, difference, speed_ups["tokens"], describe_cost(base, speed, reason, memory)),
     )
 
 
@@ -221,7 +221,7 @@ def crossings(pairs: Sequence[tuple[Run, Run]], axis: Axis) -> list[Crossing]:
     curves = [(run.axis(axis), run.losses) for pair in pairs for run in pair]
     begin, end = max(xs[0] for xs, _ in curves), min(xs[-1] for xs, _ in curves)
     grid = sorted({x for xs, _ in curves for x in xs if begin <= x <= end})
-    found: list[Crossing] = []
+    crossed: list[Crossing] = []
     means: list[tuple[float, float]] = []  # since the side was last certain
     side = 0
     for x in grid:
@@ -233,9 +233,9 @@ def crossings(pairs: Sequence[tuple[Run, Run]], axis: Axis) -> list[Crossing]:
         now = 1 if here.mean > 0 else -1
         if side and now != side:
             ahead = pairs[0][0 if now < 0 else 1].arm
-            found.append(Crossing(at=zero_of(means), ahead=ahead))
+            crossed.append(Crossing(at=zero_of(means), ahead=ahead))
         side, means = now, means[-1:]
-    return found
+    return crossed
 
 
 def zero_of(points: Sequence[tuple[float, float]]) -> float:
@@ -246,7 +246,7 @@ def zero_of(points: Sequence[tuple[float, float]]) -> float:
     raise ValueError("no sign change between the points")
 
 
-def cost_of(base: str, speed: Estimate, undecided: str, memory: Estimate) -> str:
+def describe_cost(base: str, speed: Estimate, undecided: str, memory: Estimate) -> str:
     if undecided:
         return f"it takes {memory.mean:.2f} times {base}'s memory; tokens/s: undecided ({undecided})"
     return f"it trained at {speed.mean:.2f} times {base}'s tokens/s in {memory.mean:.2f} times its memory"

@@ -162,20 +162,20 @@ def draw_differences(comparison: Comparison) -> Any:
 
 def draw_sweeps(sweeps: Sweeps) -> Any:
     """Final loss of the short runs against their learning rate, the best one filled."""
-    told = {arm: {lr: loss for lr, loss in sorted(s.items()) if loss is not None} for arm, s in sweeps.items()}
-    told = {arm: losses for arm, losses in told.items() if losses}
-    if not told:
+    complete = {arm: {lr: loss for lr, loss in sorted(s.items()) if loss is not None} for arm, s in sweeps.items()}
+    complete = {arm: losses for arm, losses in complete.items() if losses}
+    if not complete:
         return None
     figure = new_figure()
     figure.set_size_inches(8, 4.2)
     axis = figure.subplots()
-    for k, (arm, losses) in enumerate(told.items()):
+    for k, (arm, losses) in enumerate(complete.items()):
         marker = MARKERS[k % len(MARKERS)]
         lrs, values = [*losses], [*losses.values()]
         axis.plot(lrs, values, marker=marker, markerfacecolor="white", label=arm, **style(k))
         best = min(losses, key=lambda lr: losses[lr])
         axis.plot([best], [losses[best]], marker=marker, color=style(k)["color"])
-    ticks = sorted({lr for losses in told.values() for lr in losses})
+    ticks = sorted({lr for losses in complete.values() for lr in losses})
     axis.set_xscale("log")
     axis.set_xticks(ticks, [f"{lr:g}" for lr in ticks])
     axis.minorticks_off()

@@ -87,36 +87,36 @@ def fit(compute: Sequence[float], losses: Sequence[float], *, irreducible: bool 
         raise ValueError("compute and losses must be finite and above 0 for a fit in logarithms")
     unit = float(np.exp(np.log(c).mean()))
     x = c / unit
-    theta = straight(np.log(x), np.log(y))
+    theta = fit_line(np.log(x), np.log(y))
     if irreducible:
-        theta = with_floor(x, y)
+        theta = fit_with_floor(x, y)
     law = Law(
         a=float(np.exp(theta[0])), b=float(theta[1]), irreducible=float(theta[2]) if irreducible else 0.0, unit=unit
     )
-    found = Fit(
+    plain = Fit(
         law=law,
         compute=tuple(c.tolist()),
         losses=tuple(y.tolist()),
         residuals=tuple((np.log(y) - np.log(predicted(theta, x))).tolist()),
         freedom=len(c) - parameters,
     )
-    drawn = draws([found])
+    drawn = draw_parameters([plain])
     if drawn is None:
-        return found
+        return plain
     a, b, e = np.exp(drawn[0][:, 0]), drawn[0][:, 1], drawn[0][:, 2:]
     named = {"a": a, "b": b, **({"irreducible": e[:, 0]} if irreducible else {})}
-    return Fit(**{**vars(found), "intervals": {name: middle(values) for name, values in named.items()}})
+    return Fit(**{**vars(plain), "intervals": {name: central_interval(values) for name, values in named.items()}})
 
 
-def straight(x: Array, y: Array) -> Array:
+def fit_line(x: Array, y: Array) -> Array:
     """(ln a, b) of ln L = ln a − b ln C."""
     slope, start = np.polyfit(x, y, 1)
     return np.array([start, -slope])
 
 
-def with_floor(x: Array, y: Array) -> Array:
+def fit_with_floor(x: Array, y: Array) -> Array:
     """(ln a, b, e): the best e of many below the smallest loss, then Gauss–Newton steps, halved until they help."""
-    starts = [np.append(straight(np.log(x), np.log(y - e)), e) for e in np.linspace(0, y.min(), STEPS, endpoint=False)]
+    starts = [np.append(fit_line(np.log(x), np.log(y - e)), e) for e in np.linspace(0, y.min(), STEPS, endpoint=False)]
     theta = min(starts, key=lambda t: misfit(t, x, y))
     for _ in range(100):
         step = np.linalg.lstsq(jacobian(theta, x), np.log(y) - np.log(predicted(theta, x)), rcond=None)[0]
@@ -146,7 +146,7 @@ def jacobian(theta: Array, x: Array) -> Array:
     return np.stack(columns, 1) / predicted(theta, x)[:, None]
 
 
-def draws(fits: Sequence[Fit], seed: int = 0) -> list[Array] | None:
+def draw_parameters(fits: Sequence[Fit], seed: int = 0) -> list[Array] | None:
     """Parameters [DRAWS, P] of each law from Student's distribution around its fit; None without degrees of freedom.
 
     Laws over the same sizes are drawn together with the covariance of their residuals: what makes a size better or
@@ -176,7 +176,7 @@ def draws(fits: Sequence[Fit], seed: int = 0) -> list[Array] | None:
     return np.split(drawn, np.cumsum([len(t) for t in thetas])[:-1], axis=1)
 
 
-def middle(values: Array) -> tuple[float, float]:
+def central_interval(values: Array) -> tuple[float, float]:
     low, high = np.quantile(values, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], method="nearest")
     return float(low), float(high)
 
@@ -203,7 +203,7 @@ class Factor:
 def factor_between(arm: Fit, baseline: Fit, compute: float) -> Factor:
     """With the interval that the joint draws of both laws give; none without degrees of freedom."""
     value = compute_equivalent(arm.law, baseline.law, compute)
-    drawn = draws([arm, baseline])
+    drawn = draw_parameters([arm, baseline])
     if drawn is None:
         return Factor(compute=compute, factor=value)
     mine, theirs = drawn
@@ -212,22 +212,22 @@ def factor_between(arm: Fit, baseline: Fit, compute: float) -> Factor:
         loss = (mine[:, 2] if mine.shape[1] > 2 else 0.0) + np.exp(mine[:, 0]) * x ** -mine[:, 1]
         above = loss - (theirs[:, 2] if theirs.shape[1] > 2 else 0.0)
         factors = np.where(above > 0, (above / np.exp(theirs[:, 0])) ** (-1 / theirs[:, 1]) / y, np.inf)
-    low, high = middle(np.where(theirs[:, 1] > 0, factors, np.inf))
+    low, high = central_interval(np.where(theirs[:, 1] > 0, factors, np.inf))
     ends = [end if np.isfinite(end) else None for end in (low, high)]
     return Factor(compute=compute, factor=value, low=ends[0], high=ends[1])
 
 
-def verdict_of(arm: str, baseline: str, found: Factor) -> str:
+def verdict_of(arm: str, baseline: str, factor: Factor) -> str:
     """One sentence at the largest compute of the study."""
-    where = f"at {found.compute:.3g} FLOPs"
-    if found.factor is None:
+    where = f"at {factor.compute:.3g} FLOPs"
+    if factor.factor is None:
         return f"{arm}: {baseline}'s law never reaches its loss {where}."
-    if found.low is None:
+    if factor.low is None:
         return (
-            f"{arm}: worth {found.factor:.2f} times the compute of {baseline} {where}; too few sizes for an interval."
+            f"{arm}: worth {factor.factor:.2f} times the compute of {baseline} {where}; too few sizes for an interval."
         )
-    words = f"{CONFIDENCE:.0%} interval {found.span}"
-    if found.low <= 1 and (found.high is None or found.high >= 1):
-        worth = f"worth {found.factor:.2f} times its compute, {words}"
+    words = f"{CONFIDENCE:.0%} interval {factor.span}"
+    if factor.low <= 1 and (factor.high is None or factor.high >= 1):
+        worth = f"worth {factor.factor:.2f} times its compute, {words}"
         return f"{arm}: no difference from {baseline} was found {where} ({worth})."
-    return f"{arm}: worth {found.factor:.2f} times the compute of {baseline} {where} ({words})."
+    return f"{arm}: worth {factor.factor:.2f} times the compute of {baseline} {where} ({words})."
