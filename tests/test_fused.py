@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 import depthmix as dm
 from depthmix import ops
 from depthmix.analysis.invariants import make_probe, verify
-from depthmix.ops import backend, closed, fused, native
+from depthmix.ops import ReadOptions
+from depthmix.ops.attend import dispatch, fused, native, torch_form
 from tests import fla_stand_in
 from tests.test_two_phase import counted, rows_and_gradients
 
@@ -33,7 +34,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """The lookup and the warning are remembered: forget them before and after."""
-    caches = (fused.load, backend.warn_of_missing_kernel)
+    caches = (fused.load, dispatch.warn_of_missing_kernel)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -86,7 +87,7 @@ def sample(count: int = 3, dim: int = 8, lead: tuple[int, ...] = (2, 3), dtype: 
 
 
 def value_and_gradients(sources: list[Tensor], query: Tensor, **options: Any) -> list[Tensor]:
-    h = ops.mixture(sources, query, **options)
+    h = ops.read_one(sources, query, ReadOptions(**options))
     return [h, *torch.autograd.grad(ops.wide(h).sin().sum(), [query, *sources])]
 
 
@@ -135,7 +136,7 @@ def test_a_stack_sends_all_its_reads_there(name: str, calls: Any) -> None:
 def test_all_reads_of_a_training_step_reach_the_kernel(name: str, reads: int, calls: Any) -> None:
     """The output of delta_attnres is a plain sum. Nothing is read ahead, so nothing derived travels but its sum."""
     probe = make_probe(name, {}, depth=12, dtype=torch.float32)
-    with counted(native, closed) as others:
+    with counted(native, torch_form) as others:
         rows, grads = rows_and_gradients(probe, "auto")
     assert len(calls) == reads
     assert others == []
@@ -177,8 +178,8 @@ def test_all_reads_on_a_cuda_device_reach_the_kernel(
 def test_tensors_without_storage_are_not_given_to_a_kernel_that_needs_memory(stand_in: Any) -> None:
     with FakeTensorMode(), torch.device("cuda"):
         sources, query = [torch.randn(3, 8)] * 2, torch.randn(1, 8)
-    assert "FakeTensor" in fused.obstacle(sources, query, normalize=True)
-    assert ops.sharing_pays(sources, query, normalize=True)
+    assert "FakeTensor" in fused.obstacle(sources, query, ReadOptions())
+    assert ops.sharing_pays(sources, query)
 
 
 def test_key_weights_reach_the_kernel_within_the_query(calls: Any) -> None:
@@ -201,7 +202,7 @@ def test_every_invariant_holds_with_the_kernel(name: str, calls: Any) -> None:
 def test_gradients_are_the_same_under_checkpointing(reentrant: bool, calls: Any) -> None:
     sources, query = sample()
     plain = value_and_gradients(sources, query)
-    h = checkpoint(lambda q, *vs: ops.mixture(vs, q), query, *sources, use_reentrant=reentrant)
+    h = checkpoint(lambda q, *vs: ops.read_one(vs, q), query, *sources, use_reentrant=reentrant)
     h.sin().sum().backward()
     assert_same([h, query.grad, *(v.grad for v in sources)], plain, torch.float32)
     assert len(calls) == 3  # once for comparison, then forward and again for the backward pass
@@ -221,9 +222,9 @@ def test_autocast_changes_nothing(calls: Any) -> None:
 
 def test_many_queries_priors_and_log_sum_exps_stay_on_the_ordinary_path(calls: Any) -> None:
     sources, query = sample()
-    (h,), (lse,) = ops.mixtures(sources, query)
-    ops.mixtures(sources, query, (h, lse))
-    ops.mixtures(sources, query.expand(4, 8))
+    (h,), (lse,) = ops.read_many(sources, query)
+    ops.read_many(sources, query, (h, lse))
+    ops.read_many(sources, query.expand(4, 8))
     h, lse = ops.attend(sources, query[0])
     (grad,) = torch.autograd.grad(lse.sum(), query)
     assert calls == []
@@ -234,7 +235,7 @@ def test_many_queries_priors_and_log_sum_exps_stay_on_the_ordinary_path(calls: A
     with ops.using("fused"):
         for prior in (None, (h, lse)):
             with pytest.raises(RuntimeError, match=r"one query, no prior, no log-sum-exp.*'auto'"):
-                ops.mixtures(sources, query, prior)
+                ops.read_many(sources, query, prior)
         with pytest.raises(RuntimeError, match="single reads only"):
             ops.attend(sources, query.expand(4, 8))
 
@@ -263,42 +264,42 @@ def test_what_the_kernel_cannot_do_is_done_without_it_and_refused_when_forced(
     sources: list[Tensor], options: dict[str, Any], why: str, calls: Any
 ) -> None:
     query = torch.randn(1, 8).to(ops.accumulator(sources[0].dtype))
-    h = ops.mixture(sources, query, **options)
+    h = ops.read_one(sources, query, ReadOptions(**options))
     with ops.using("fused"), pytest.raises(RuntimeError, match=why):
-        ops.mixture(sources, query, **options)
+        ops.read_one(sources, query, ReadOptions(**options))
     assert calls == []
     with ops.using("reference"):
-        torch.testing.assert_close(h, ops.mixture(sources, query, **options))
+        torch.testing.assert_close(h, ops.read_one(sources, query, ReadOptions(**options)))
 
 
 @pytest.mark.parametrize("choice", ["torch", "reference"])
 def test_another_backend_that_is_forced_is_taken(choice: Any, calls: Any) -> None:
     with ops.using(choice):
-        ops.mixture(*sample())
+        ops.read_one(*sample())
     assert calls == []
 
 
 def test_tensors_on_a_cpu_stay_there_and_forced_the_error_says_so(stand_in: Any) -> None:
-    ops.mixture(*sample())
+    ops.read_one(*sample())
     with ops.using("fused"), pytest.raises(RuntimeError, match="CUDA devices; the sources are on cpu"):
-        ops.mixture(*sample())
+        ops.read_one(*sample())
     assert stand_in == []
 
 
 def test_compiled_and_transformed_code_takes_the_plain_form(calls: Any) -> None:
     class Read(nn.Module):
         def forward(self, query: Tensor, *sources: Tensor) -> Tensor:
-            return ops.mixture(sources, query)
+            return ops.read_one(sources, query)
 
     sources, query = sample()
     with ops.using("reference"):
-        plain = ops.mixture(sources, query)
+        plain = ops.read_one(sources, query)
     torch._dynamo.reset()
     for choice in ("auto", "fused"):
         with ops.using(choice):  # type: ignore[arg-type]
             compiled = torch.compile(Read(), fullgraph=True, backend="aot_eager")(query, *sources)
-            _, slope = torch.func.jvp(lambda q: ops.mixture(sources, q), (query,), (torch.ones_like(query),))
-            mapped = torch.vmap(lambda *vs: ops.mixture(vs, query))(*sources)
+            _, slope = torch.func.jvp(lambda q: ops.read_one(sources, q), (query,), (torch.ones_like(query),))
+            mapped = torch.vmap(lambda *vs: ops.read_one(vs, query))(*sources)
         torch.testing.assert_close(compiled, plain)
         torch.testing.assert_close(mapped, plain)
         assert slope.shape == plain.shape
@@ -308,10 +309,10 @@ def test_compiled_and_transformed_code_takes_the_plain_form(calls: Any) -> None:
 def test_second_derivatives_are_refused_where_the_kernel_would_lose_them(calls: Any) -> None:
     sources, query = sample()
     with pytest.raises(RuntimeError, match=r"second derivatives.*using\('reference'\)"):
-        torch.autograd.grad(ops.mixture(sources, query).square().sum(), query, create_graph=True)
+        torch.autograd.grad(ops.read_one(sources, query).square().sum(), query, create_graph=True)
     assert calls
     with ops.using("reference"):
-        (first,) = torch.autograd.grad(ops.mixture(sources, query).square().sum(), query, create_graph=True)
+        (first,) = torch.autograd.grad(ops.read_one(sources, query).square().sum(), query, create_graph=True)
     assert torch.autograd.grad(first.sum(), query)[0].abs().max() > 0
 
 
@@ -319,18 +320,18 @@ def test_second_derivatives_are_refused_where_the_kernel_would_lose_them(calls: 
 
 
 def test_what_serves_is_described_for_each_device_and_dtype(calls: Any) -> None:
-    assert backend.describe("cuda:1").startswith("fused (fla-core")
-    assert "each read on its own" in backend.describe("cuda", torch.bfloat16)
-    assert backend.describe("cuda", torch.float64).startswith("torch (fla-core's kernel computes in float32")
-    assert backend.describe("cpu", torch.bfloat16).startswith("torch (")
-    assert backend.describe("mps") == "torch (there is no kernel for mps)"
+    assert dispatch.describe("cuda:1").startswith("fused (fla-core")
+    assert "each read on its own" in dispatch.describe("cuda", torch.bfloat16)
+    assert dispatch.describe("cuda", torch.float64).startswith("torch (fla-core's kernel computes in float32")
+    assert dispatch.describe("cpu", torch.bfloat16).startswith("torch (")
+    assert dispatch.describe("mps") == "torch (there is no kernel for mps)"
 
 
 def test_verify_tells_what_serves_on_its_device(capsys: pytest.CaptureFixture[str]) -> None:
     from depthmix.cli import main
 
     assert main(["verify", "residual"]) == 0
-    assert f"block_attnres on cpu: {backend.describe('cpu', torch.float64)}" in capsys.readouterr().out
+    assert f"block_attnres on cpu: {dispatch.describe('cpu', torch.float64)}" in capsys.readouterr().out
 
 
 def test_without_fla_core_the_ordinary_path_serves_and_the_extra_is_named(pretended_gpu: None, no_fla: None) -> None:
@@ -339,14 +340,14 @@ def test_without_fla_core_the_ordinary_path_serves_and_the_extra_is_named(preten
         found = value_and_gradients(sources, query)
     with ops.using("reference"):
         assert_same(found, value_and_gradients(sources, query), torch.float32)
-    assert backend.describe("cuda") == "torch (fla-core is not installed: pip install 'depthmix[kernels]')"
+    assert dispatch.describe("cuda") == "torch (fla-core is not installed: pip install 'depthmix[kernels]')"
     with pytest.raises(RuntimeError, match=r"pip install 'depthmix\[kernels\]'"), ops.using("fused"):
         pass
 
 
 def test_without_fla_core_passes_are_shared_and_the_extra_is_named_once(pretended_gpu: None, no_fla: None) -> None:
     probe = make_probe("block_attnres", {"block_sublayers": 4}, depth=12, dtype=torch.float32)
-    with counted(native, closed) as reads, warnings.catch_warnings(record=True) as caught:
+    with counted(native, torch_form) as reads, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         probe.run()
         probe.run()
@@ -372,8 +373,8 @@ def test_a_broken_fla_core_is_looked_for_once_and_its_error_shown(
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     sources, query = sample()
     with pytest.warns(UserWarning, match=r"no libcuda\.so"):
-        assert ops.mixture(sources, query).shape == sources[0].shape
-    assert "OSError: no libcuda.so" in backend.describe("cuda")
+        assert ops.read_one(sources, query).shape == sources[0].shape
+    assert "OSError: no libcuda.so" in dispatch.describe("cuda")
     with pytest.raises(RuntimeError, match=r"no libcuda\.so"), ops.using("fused"):
         pass
     assert fused.load.cache_info().misses == 1

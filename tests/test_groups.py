@@ -65,21 +65,21 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
     """Number of sources and of queries of every pass that serves a group."""
     calls: list[tuple[int, int]] = []
 
-    def mixtures(sources: Any, query: Tensor, prior: Any = None, **options: Any) -> Any:
+    def read_many(sources: Any, query: Tensor, prior: Any = None, *, options: Any) -> Any:
         if prior is None:
             calls.append((len(sources), query.numel() // sources[0].shape[-1]))
-        return ops.mixtures(sources, query, prior, **options)
+        return ops.read_many(sources, query, prior, options=options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(two_phase, "ops", Spied(mixtures))
+        patch.setattr(two_phase, "ops", Spied(read_many))
         yield calls
 
 
 class Spied:
-    """`ops` with another `mixtures`."""
+    """`ops` with another `read_many`."""
 
-    def __init__(self, mixtures: Callable[..., Any]) -> None:
-        self.mixtures = mixtures
+    def __init__(self, read_many: Callable[..., Any]) -> None:
+        self.read_many = read_many
 
     def __getattr__(self, name: str) -> Any:
         return getattr(ops, name)

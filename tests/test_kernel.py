@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from depthmix import ops
-from depthmix.ops import native
+from depthmix.ops.attend import native
 
 needs_kernel = pytest.mark.skipif(native.library() is None, reason=native.why_not() or "no kernel")
 BACKENDS = [pytest.param("native", marks=needs_kernel), "torch", "reference"]
@@ -30,7 +31,7 @@ def results(backend: Any, leaves: list[Tensor], prior: bool = True) -> list[Tens
     with ops.using(backend):
         folded, *sources = leaves
         joined = (sources[-2], sources[-1]) if prior else None
-        h, lse = ops.mixtures(sources[:-2] if prior else sources, folded, joined)
+        h, lse = ops.read_many(sources[:-2] if prior else sources, folded, joined)
         outputs = [*h, *lse]
         directions = [torch.arange(out.numel(), dtype=out.dtype).view(out.shape).cos() for out in outputs]
         return [*outputs, *torch.autograd.grad(outputs, leaves, directions)]
@@ -88,7 +89,7 @@ def test_each_thread_sums_the_queries_gradient_over_its_own_tokens(monkeypatch: 
     for part, tokens in zip(parts, (slice(0, 3), slice(3, 6), slice(6, 7)), strict=True):
         own = [leaf.detach().requires_grad_() for leaf in (leaves[0], *(v[tokens] for v in leaves[1:]))]
         with ops.using("reference"):
-            h, lse = ops.mixtures(own[1:], own[0])
+            h, lse = ops.read_many(own[1:], own[0])
         directions = [torch.arange(n, dtype=torch.float64).view(7, -1).cos()[tokens] for n in (35, 7)]
         (expected,) = torch.autograd.grad([h[0], lse[0]], own[:1], [directions[0], directions[1][:, 0]])
         assert torch.allclose(part, expected, rtol=0, atol=1e-12)
@@ -127,10 +128,54 @@ def test_a_read_with_a_prior_has_the_gradient_of_its_log_sum_exp(outputs: str, b
 
     def read(lse: Tensor, h: Tensor) -> tuple[Tensor, ...]:
         with ops.using(backend):
-            (mixed,), (joined,) = ops.mixtures(sources, folded, (h, lse))
+            (mixed,), (joined,) = ops.read_many(sources, folded, (h, lse))
         return (mixed, joined)[keep]
 
     assert torch.autograd.gradcheck(read, (lse.requires_grad_(), h.requires_grad_()))
+
+
+# Gradients that come in
+
+
+class Subclass(Tensor):
+    pass
+
+
+INCOMING = {
+    "transposed": lambda g: g.T.contiguous().T,
+    "of a subclass": lambda g: g.as_subclass(Subclass),
+    "of a collective": lambda g: AsyncCollectiveTensor(g),
+}
+
+
+@needs_kernel
+@pytest.mark.parametrize("kind", INCOMING)
+def test_the_backend_of_the_forward_pass_serves_the_backward_pass_whatever_comes_in(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folded, *sources = leaves = sample(3, 5, prior=False)
+    calls, backward = [], native.backward
+    monkeypatch.setattr(native, "backward", lambda *args: calls.append(args) or backward(*args))
+    with ops.using("native"):
+        (h,), _ = ops.read_many(sources, folded)
+    gradient = torch.randn(h.shape, dtype=h.dtype)
+    with ops.using("torch"):  # too late: the choice was made
+        plain = torch.autograd.grad(h, leaves, gradient, retain_graph=True)
+        found = torch.autograd.grad(h, leaves, INCOMING[kind](gradient))
+    assert len(calls) == 2
+    for a, b in zip(found, plain, strict=True):
+        assert type(a) is Tensor
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_queries_of_any_dtype_are_cast_to_that_of_the_logits(dtype: torch.dtype, backend: Any) -> None:
+    folded, *sources = (leaf.detach().to(dtype) for leaf in sample(3, 5, prior=False))
+    with ops.using(backend):
+        one, (_, (lse,)) = ops.read_one(sources, folded.bfloat16()), ops.read_many(sources, folded.bfloat16())
+        assert torch.equal(one, ops.read_one(sources, folded.bfloat16().to(dtype)))
+    assert one.dtype == lse.dtype == dtype
 
 
 # The edge of overflow
@@ -144,7 +189,7 @@ def test_a_row_is_normalised_on_both_sides_of_the_largest_square(share: float, d
     dim = 32
     entry = (share**0.5) * (torch.finfo(dtype).max ** 0.5) / dim**0.5
     source, query = torch.full((1, dim), entry, dtype=dtype), torch.ones(1, dim, dtype=dtype)
-    _, lse, rstd, _ = native.forward([source], query, None, None, normalize=True, eps=1e-6, scale=1.0)
+    _, lse, rstd, _ = native.forward([source], query, None, None, ops.ReadOptions())
     assert abs(rstd.item() * entry - 1) <= 1e-6
     assert abs(lse.item() - dim) <= 1e-4
 

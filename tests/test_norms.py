@@ -15,7 +15,8 @@ from torch import Tensor
 import depthmix as dm
 from depthmix import ops
 from depthmix.analysis.invariants import make_probe
-from depthmix.ops import native, traced
+from depthmix.ops import ReadOptions
+from depthmix.ops.attend import compiled, native
 
 NORMS = [1e-30, 1e-20, 1e-10, 1.0, 1e10, 1e18, 1e19, 1e20, 1e25, 1e30]
 MIXED = [(1e-30, 1.0, 1e30), (1e20, 1e-20, 1e10), (1e30, 1e28, 1e25)]
@@ -29,7 +30,7 @@ slow = [pytest.mark.inductor, pytest.mark.full]
 FORMS: list[Any] = [
     "reference",
     "torch",
-    "traced",
+    "plain operations",
     pytest.param("native", marks=needs_kernel),
     pytest.param("operators", marks=needs_kernel),
     pytest.param("inductor", marks=slow),
@@ -38,22 +39,22 @@ FORMS: list[Any] = [
 
 
 def attend_by(form: str) -> Callable[..., Any]:
-    """`ops.mixtures` computed by one form."""
-    if form == "traced":
-        return traced.attend
+    """`ops.read_many` computed by one form."""
+    if form == "plain operations":
+        return compiled.attend
     if form in ("reference", "torch", "native"):
 
-        def call(*args: Any, **options: Any) -> Any:
+        def call(*args: Any) -> Any:
             with ops.using(form):  # type: ignore[arg-type]
-                return ops.mixtures(*args, **options)
+                return ops.read_many(*args)
 
         return call
     torch._dynamo.reset()
-    compiled = torch.compile(ops.mixtures, backend="aot_eager" if form == "operators" else "inductor")
+    read_many = torch.compile(ops.read_many, backend="aot_eager" if form == "operators" else "inductor")
 
-    def call_compiled(*args: Any, **options: Any) -> Any:
+    def call_compiled(*args: Any) -> Any:
         with ops.using("torch" if form == "inductor" else "native"):
-            return compiled(*args, **options)
+            return read_many(*args)
 
     return call_compiled
 
@@ -63,11 +64,11 @@ def textbook_norm(v: Tensor, eps: float = EPS) -> Tensor:
 
 
 def textbook(
-    sources: Sequence[Tensor], queries: Tensor, prior: tuple[Tensor, Tensor] | None, *, normalize: bool
+    sources: Sequence[Tensor], queries: Tensor, prior: tuple[Tensor, Tensor] | None, options: ReadOptions
 ) -> tuple[list[Tensor], list[Tensor]]:
     values, h, lse = list(sources), [], []
     for query in queries:
-        logits = [((textbook_norm(v) if normalize else v) * query).sum(-1) for v in sources]
+        logits = [((textbook_norm(v) if options.normalize else v) * query).sum(-1) for v in sources]
         if prior is not None:
             values, logits = [*sources, prior[0]], [*logits, prior[1]]
         weights = torch.softmax(torch.stack(logits), 0)
@@ -84,11 +85,11 @@ def sample(norms: Sequence[float], queries: int, with_prior: bool) -> list[Tenso
     return found
 
 
-def values_and_gradients(call: Callable[..., Any], leaves: list[Tensor], with_prior: bool, **options: Any) -> Any:
+def values_and_gradients(call: Callable[..., Any], leaves: list[Tensor], with_prior: bool, options: ReadOptions) -> Any:
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     queries, *sources = leaves
     prior = (sources[-2], sources[-1]) if with_prior else None
-    h, lse = call(sources[:-2] if with_prior else sources, queries, prior, **options)
+    h, lse = call(sources[:-2] if with_prior else sources, queries, prior, options)
     outputs = [*h, *lse]
     torch.manual_seed(1)
     directions = [torch.randn(out.shape).to(out.dtype) for out in outputs]
@@ -108,11 +109,11 @@ def gap(found: Tensor, truth: Tensor) -> float:
 def test_reads_and_their_gradients_are_right_for_sources_of_any_norm(
     queries: int, with_prior: bool, normalize: bool, form: str
 ) -> None:
-    call = attend_by(form)
+    call, options = attend_by(form), ReadOptions(normalize, EPS)
     for norms in SIZES:
         leaves = sample(norms, queries, with_prior)
-        found = values_and_gradients(call, leaves, with_prior, normalize=normalize, eps=EPS)
-        truth = values_and_gradients(textbook, [t.double() for t in leaves], with_prior, normalize=normalize)
+        found = values_and_gradients(call, leaves, with_prior, options)
+        truth = values_and_gradients(textbook, [t.double() for t in leaves], with_prior, options)
         for i, (a, b) in enumerate(zip(found, truth, strict=True)):
             assert a.dtype == torch.float32
             assert gap(a, b) <= TOLERANCE, (norms, i)
@@ -125,7 +126,7 @@ def test_reads_in_float64_are_right_beyond_its_squares_too(form: str) -> None:
 
     def scaled_results(size: float) -> list[Tensor]:
         leaves = [leaf.detach().requires_grad_() for leaf in (query, *(size * v for v in sources))]
-        (h,), _ = attend_by(form)(leaves[1:], leaves[0], eps=1e-30)
+        (h,), _ = attend_by(form)(leaves[1:], leaves[0], None, ReadOptions(eps=1e-30))
         of_query, *rest = torch.autograd.grad((h * torch.arange(DIM)).sum(), leaves)
         return [h / size, of_query / size, *rest]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import depthmix as dm
-from depthmix.ops import reference
+from depthmix.ops.attend import reference
 from tests.reference import attend as plain
 from tests.reference.sinkhorn import sinkhorn as plain_sinkhorn
 

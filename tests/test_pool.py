@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthmix import ops
-from depthmix.ops import native
-from depthmix.ops.native.pool import SMALLEST, sizes
+from depthmix.ops.attend import native
+from depthmix.ops.attend.native.pool import SMALLEST, sizes
 
 pytestmark = pytest.mark.skipif(
     native.library() is None or not os.path.exists("/proc/self"), reason="needs the native backend on Linux"

@@ -15,7 +15,7 @@ from depthmix import ops
 from depthmix.analysis.invariants import make_probe
 from depthmix.cli import main
 from depthmix.mechanisms.attnres import two_phase_traffic
-from depthmix.ops import closed, native
+from depthmix.ops.attend import native, torch_form
 from tests.test_two_phase import BACKENDS, compare, counted
 
 FAMILY = ("attnres", "block_attnres", "delta_attnres")
@@ -33,9 +33,9 @@ def test_count_scaling_in_two_phases_equals_the_direct_read(name: str, options: 
 
 @pytest.mark.parametrize("name", ["attnres", "block_attnres"])
 def test_count_scaling_takes_the_same_two_phases(name: str) -> None:
-    with counted(native, closed) as plain:
+    with counted(native, torch_form) as plain:
         make_probe(name, {}, depth=12).run()
-    with counted(native, closed) as scaled:
+    with counted(native, torch_form) as scaled:
         make_probe(name, {"scale_by_count": True}, depth=12).run()
     assert scaled == plain
     assert any(queries > 1 for _, _, queries in scaled)
@@ -50,7 +50,7 @@ def test_facts_say_two_phases_exactly_where_reads_share_a_pass(name: str) -> Non
     for depth in (1, 2, 3, 5, 8):
         for options in (options for options in variants if max(1, *blocks_in(options)) <= depth):
             probe = make_probe(name, options, depth=depth)
-            with counted(native, closed) as calls:
+            with counted(native, torch_form) as calls:
                 probe.run()
             shared = any(queries > 1 for _, _, queries in calls)
             assert probe.stack.facts.two_phase is shared, (name, dict(options), depth)
@@ -188,11 +188,11 @@ def test_in_torch_operations_two_phases_move_less_than_single_reads(
 
     def single() -> list[Tensor]:
         recent = [[], *([p] for p in partials)]
-        return [ops.mixture([*finished, *recent[q]], queries[q : q + 1]) for q in range(readers)]
+        return [ops.read_one([*finished, *recent[q]], queries[q : q + 1]) for q in range(readers)]
 
     def two_phases() -> list[Tensor]:
-        mixed, lse = ops.mixtures(finished, queries)
-        joined = [ops.mixtures([p], queries[q : q + 1], (mixed[q], lse[q])) for q, p in enumerate(partials, 1)]
+        mixed, lse = ops.read_many(finished, queries)
+        joined = [ops.read_many([p], queries[q : q + 1], (mixed[q], lse[q])) for q, p in enumerate(partials, 1)]
         return [mixed[0], *(h for (h,), _ in joined)]
 
     moved = {}
@@ -204,4 +204,4 @@ def test_in_torch_operations_two_phases_move_less_than_single_reads(
         moved[read] = forward.bytes, backward.bytes
     for less, more in zip(moved[two_phases], moved[single], strict=True):
         assert 1.1 * less < more
-    assert ops.sharing_pays(finished, queries[:1], normalize=True)
+    assert ops.sharing_pays(finished, queries[:1])

@@ -21,7 +21,7 @@ import depthmix as dm
 from depthmix import ops
 from depthmix.analysis.invariants import Probe, make_probe
 from depthmix.bench.memory import kept_bytes
-from depthmix.ops import closed, native
+from depthmix.ops.attend import native, torch_form
 
 BACKENDS = [
     pytest.param("native", marks=pytest.mark.skipif(native.library() is None, reason=native.why_not() or "no kernel")),
@@ -129,9 +129,9 @@ def test_two_phases_at_any_size(depth: int, size: int, dim: int, tokens: tuple[i
 def test_a_block_is_read_ahead_in_one_batch(backend: str) -> None:
     """12 sublayers in blocks of 4: finished sources are passed over once a block, and each site adds its partial."""
     probe = make_probe("block_attnres", {"block_sublayers": 4}, depth=12)
-    with ops.using(backend), counted(native, closed) as calls:  # type: ignore[arg-type]
+    with ops.using(backend), counted(native, torch_form) as calls:  # type: ignore[arg-type]
         probe.run()
-    module = "native" if backend == "native" else "closed"
+    module = "native" if backend == "native" else "torch_form"
     first_block = [(module, 2, 1)] * 3
     block = [(module, 2, 4), *[(module, 1, 1)] * 3]
     third = [(module, 3, 4), *[(module, 1, 1)] * 3]
@@ -140,7 +140,7 @@ def test_a_block_is_read_ahead_in_one_batch(backend: str) -> None:
 
 def test_full_attnres_is_read_in_groups_of_about_the_root_of_its_depth() -> None:
     probe = make_probe("attnres", {}, depth=16)
-    with counted(native, closed) as calls:
+    with counted(native, torch_form) as calls:
         probe.run()
     ahead = [(sources, queries) for _, sources, queries in calls if queries > 1]
     assert ahead == [(5, 4), (9, 4), (13, 4)]
@@ -149,7 +149,7 @@ def test_full_attnres_is_read_in_groups_of_about_the_root_of_its_depth() -> None
 def test_options_outside_the_two_phases_go_the_plain_way() -> None:
     for options in ({"mixing": "sigmoid"}, {"query": "input"}, {"heads": 2}, {"window": 3}):
         probe = make_probe("attnres", options)
-        with counted(native, closed) as calls:
+        with counted(native, torch_form) as calls:
             probe.run()
         assert calls == []
         assert not probe.stack.facts.two_phase
@@ -284,16 +284,16 @@ def test_a_backend_can_be_forced_and_refuses_what_it_cannot_do() -> None:
     if native.library() is not None:
         with pytest.raises(RuntimeError, match="contiguous float32 or float64"), ops.using("native"):
             ops.attend(sources, torch.randn(4))
-    with counted(native, closed) as calls:
+    with counted(native, torch_form) as calls:
         ops.attend(sources, torch.randn(4))
         ops.attend([torch.randn(4, 3).T for _ in range(2)], torch.randn(4))
-    assert [call[0] for call in calls] == ["closed", "closed"]
+    assert [call[0] for call in calls] == ["torch_form", "torch_form"]
 
 
 def test_without_a_compiler_everything_works_and_says_so(tmp_path: Path) -> None:
     code = (
-        "import torch, depthmix as dm; from depthmix.ops import backend, native;"
-        "assert native.library() is None; print(backend.describe());"
+        "import torch, depthmix as dm; from depthmix.ops.attend import dispatch, native;"
+        "assert native.library() is None; print(dispatch.describe());"
         "print(dm.ops.attend([torch.ones(2, 4)] * 3, torch.ones(4))[0].sum().round().item())"
     )
     env = {**os.environ, "CXX": str(tmp_path / "no-compiler"), "DEPTHMIX_CACHE": str(tmp_path)}
@@ -304,7 +304,7 @@ def test_without_a_compiler_everything_works_and_says_so(tmp_path: Path) -> None
 
 @pytest.mark.inductor
 def test_processes_that_race_for_the_kernel_all_get_it(tmp_path: Path) -> None:
-    code = "from depthmix.ops import native; assert native.library() is not None, native.why_not()"
+    code = "from depthmix.ops.attend import native; assert native.library() is not None, native.why_not()"
     env = {**os.environ, "DEPTHMIX_CACHE": str(tmp_path)}
     racers = [subprocess.Popen([sys.executable, "-c", code], env=env) for _ in range(3)]
     assert [racer.wait(timeout=120) for racer in racers] == [0, 0, 0]
@@ -322,7 +322,7 @@ def test_compiled_code_takes_the_native_read_as_an_operator_or_plain_operations(
         for p in model.depth.parameters():
             p.add_(0.3 * torch.randn_like(p))
     leaves = [torch.randn(3, 8, dtype=torch.float64, requires_grad=True), *model.depth.parameters()]
-    with counted(native, closed) as calls, ops.using(backend):
+    with counted(native, torch_form) as calls, ops.using(backend):
         out = torch.compile(model, fullgraph=True, backend="aot_eager")(leaves[0])
         found = torch.autograd.grad(out.sin().sum(), leaves)
     served = native.library() is not None and backend == "auto"

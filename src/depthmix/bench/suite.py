@@ -17,7 +17,7 @@ from depthmix.bench.processes import Job, merged, run_jobs
 from depthmix.bench.read import FORWARD, READ, READ_KEPT
 from depthmix.bench.report import BASELINE, Report, Row, ratio_rows
 from depthmix.models import DecoderConfig
-from depthmix.ops import backend
+from depthmix.ops.attend import dispatch
 from depthmix.support.checks import check_range
 
 Part = Literal["read", "step", "decode", "values", "loop", "memory", "growth"]
@@ -99,7 +99,7 @@ def run_suite(settings: Settings, bounds: Mapping[str, float], command: str, jou
     rows += memory_rows(dict(zip([BASELINE, *settings.mixers], results[timed:], strict=False)), settings.sizes.step)
     return Report(
         machine=f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, float32",
-        reads=backend.describe(),
+        reads=dispatch.describe(),
         command=command,
         rounds=settings.rounds,
         processes=settings.processes,

@@ -13,7 +13,7 @@ import tyro
 from depthmix.analysis.invariants import Check, verify
 from depthmix.mechanisms import PluginError, mechanism
 from depthmix.mechanisms.registry import naming_plugin, survey
-from depthmix.ops import backend
+from depthmix.ops.attend import dispatch
 from depthmix.support.checks import check_device
 from depthmix.support.terminal import console, styled, track
 
@@ -51,7 +51,7 @@ def run(
     work = ((n, o, run_checks(n, o, dtype=kind, device=device, dim=dim, depth=depth)) for n, o in jobs)
     outcomes = list(work) if json else list(track(work, "verifying", "sets of options", len(jobs)))
     where = f"{platform.machine()}, torch {torch.__version__}, {dtype} on {device}, D = {dim}, L = {depth}"
-    reads = backend.describe(device, kind)
+    reads = dispatch.describe(device, kind)
     if json:
         report = {"where": where, "reads": reads, "checks": [*records(outcomes)]}
         print(json_format.dumps(report, indent=2, ensure_ascii=False))

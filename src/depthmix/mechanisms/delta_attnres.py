@@ -70,7 +70,7 @@ class DeltaAttnRes(SourceAttention):
         return 1 + self.weights(state) if self.attends(self.site) else None
 
     def combine(self, state: State, c: Coeff) -> Tensor:
-        return ops.weighted_sum(state, [None] * len(state)) if c is None else ops.mix(state, c)  # (4)
+        return ops.weighted_sum(state, [None] * len(state)) if c is None else ops.weighted_mixture(state, c)  # (4)
 
     def update(self, state: State, c: Coeff, v: Tensor) -> State:
         return (*state, v)  # (5)
@@ -84,8 +84,7 @@ class DeltaAttnRes(SourceAttention):
         stream = below[0] + sources[-1] if below else ops.weighted_sum(sources, [None] * count)
         if self.query is None:
             return stream, None
-        config, folded = self.config, ops.fold(self.query, self.key_weight, stream.dtype)
-        h = ops.mixture(sources, folded, normalize=config.key_norm, eps=config.eps, scale=config.scale)
+        h = ops.read_one(sources, ops.fold(self.query, self.key_weight), self.config.read_options)
         return ops.weighted_sum([stream, h], [None, None]), stream
 
     def write(self, state: State, carry: Any, y: Tensor) -> State:

@@ -219,7 +219,7 @@ class BaseLayerAttention(LayerAttention):
         if c.weights is None:
             return state[0]
         values = state[::2]
-        attention = ops.mix(values, c.weights)
+        attention = ops.weighted_mixture(values, c.weights)
         return ops.weighted_sum([attention, *values], [c.gamma, *[None] * len(values)])  # (3)
 
     def value(self, state: State, c: Coeff, y: Tensor) -> tuple[Coeff, Tensor]:

@@ -65,8 +65,12 @@ class SourceAttentionConfig(MixerConfig):
 
     @property
     def single_softmax(self) -> bool:
-        """Whether a read is one softmax under a query known in advance: what `ops.mixture` computes."""
+        """Whether a read is one softmax under a query known in advance: what `ops.read_one` computes."""
         return self.query == "static" and self.mixing == "softmax" and self.heads == 1
+
+    @property
+    def read_options(self) -> ops.ReadOptions:
+        return ops.ReadOptions(self.key_norm, self.eps, self.scale)
 
     def direct_reads(self, sources: Sequence[int]) -> int:
         """Widths that rows over this many sources read as keys and as values, the embedding not counted."""
@@ -155,4 +159,4 @@ class SourceAttention(DepthMixer):
         return self.weights(state) if self.attends(self.site) else None
 
     def combine(self, state: State, c: Coeff) -> Tensor:
-        return state[0] if c is None else ops.mix(state, c)  # (4)
+        return state[0] if c is None else ops.weighted_mixture(state, c)  # (4)

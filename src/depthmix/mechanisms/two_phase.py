@@ -65,33 +65,33 @@ class TwoPhaseAttention(SourceAttention):
 
     def folded(self) -> Tensor:
         assert self.query is not None
-        return ops.fold(self.query, self.key_weight, self.query.dtype)
+        return ops.fold(self.query, self.key_weight)
 
     def read(self, state: State) -> tuple[Tensor, Any]:
         if not self.is_mixture:
             return super().read(state)
         self.check_state(state)
         sources, derived = state[: self.expects.essential], state[self.expects.essential :]
-        options = {"normalize": self.config.key_norm, "eps": self.config.eps, "scale": self.config.scale}
-        query = self.folded().to(ops.accumulator(sources[0].dtype))
+        query, options = self.folded(), self.config.read_options
         if len(derived) % 2:  # cut in the middle of a pair
             derived = ()
         to_share = derived or (self.settled > 1 and len(self.readers) > 1)
-        if to_share and ops.sharing_pays(sources, query, normalize=self.config.key_norm):
-            h, waiting = self.read_ahead(sources, derived, query, options)
+        if to_share and ops.sharing_pays(sources, query, options):
+            h, waiting = self.read_ahead(sources, derived, query)
         else:
-            h, waiting = ops.mixture(sources, query, **options), ()
+            h, waiting = ops.read_one(sources, query, options), ()
         return (h * len(sources) if self.config.counts_sources else h), waiting
 
-    def read_ahead(self, sources: State, derived: State, query: Tensor, options: Any) -> tuple[Tensor, State]:
+    def read_ahead(self, sources: State, derived: State, query: Tensor) -> tuple[Tensor, State]:
         """Phase 1 where its results are not here yet, then phase 2; what later sites of the group will use."""
+        options = self.config.read_options
         if not derived:
-            queries = torch.cat([reader.folded() for reader in self.readers]).to(query.dtype)
-            mixed, lse = ops.mixtures(sources[: self.settled], queries, **options)
+            queries = torch.cat([reader.folded() for reader in self.readers])
+            mixed, lse = ops.read_many(sources[: self.settled], queries, options=options)
             derived = tuple(tensor for pair in zip(mixed, lse, strict=True) for tensor in pair)
         h, lse_here, *waiting = derived
         if recent := sources[self.settled :]:
-            (h,), _ = ops.mixtures(recent, query, (h, lse_here), **options)
+            (h,), _ = ops.read_many(recent, query, (h, lse_here), options=options)
         return h, tuple(waiting)
 
     def write(self, state: State, carry: Any, y: Tensor) -> State:

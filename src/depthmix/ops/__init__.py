@@ -1,7 +1,19 @@
-"""Pure tensor functions of depth mixing. `depthmix.ops.reference` holds each of them in plain torch."""
+"""Pure tensor functions of depth mixing, each in plain torch too: reference.py, for attention attend/reference.py."""
 
-from depthmix.ops.attend import attend, check_sources, merge, mixture, mixtures
-from depthmix.ops.backend import sharing_pays, using
+from depthmix.ops.attend import (
+    ReadOptions,
+    attend,
+    check_sources,
+    fold,
+    key_of,
+    merge,
+    read_many,
+    read_one,
+    scores,
+    sharing_pays,
+    using,
+    weighted_mixture,
+)
 from depthmix.ops.delta import normed_delta
 from depthmix.ops.grouped import grouped_linear, plain_grouped_linear
 from depthmix.ops.memory import empty_cache, keep_freed_memory
@@ -10,12 +22,8 @@ from depthmix.ops.reference import (
     accumulator,
     delta_rule,
     elu1,
-    fold,
-    key_of,
     linear,
-    mix,
     rms_norm,
-    scores,
     unit_key,
     wide,
 )
@@ -24,6 +32,7 @@ from depthmix.ops.streams import head_products, normed_linear, read_streams, wei
 
 __all__ = [
     "KeyNorm",
+    "ReadOptions",
     "accumulator",
     "attend",
     "check_sources",
@@ -37,12 +46,11 @@ __all__ = [
     "key_of",
     "linear",
     "merge",
-    "mix",
-    "mixture",
-    "mixtures",
     "normed_delta",
     "normed_linear",
     "plain_grouped_linear",
+    "read_many",
+    "read_one",
     "read_streams",
     "rms_norm",
     "scores",
@@ -50,6 +58,7 @@ __all__ = [
     "sinkhorn",
     "unit_key",
     "using",
+    "weighted_mixture",
     "weighted_sum",
     "wide",
     "write_streams",

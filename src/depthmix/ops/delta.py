@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from depthmix.ops import reference
+from depthmix.ops.backend import plain_wanted
 from depthmix.ops.reference import KeyNorm, full_precision, wide
-from depthmix.ops.streams import dots, inverse_rms, like, plain_wanted, replayed, together
+from depthmix.ops.streams import dots, inverse_rms, like, replayed, together
 
 
 def normed_delta(rows: Tensor, y: Tensor, beta: Tensor, target: Tensor, *, eps: float, norm: KeyNorm = "l2") -> Tensor:

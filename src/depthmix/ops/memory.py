@@ -10,7 +10,7 @@ import ctypes
 import platform
 from pathlib import Path
 
-from depthmix.ops import native
+from depthmix.ops.attend import native
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # numbers of mallopt in <malloc.h>
 NEVER = 2**31 - 1

@@ -1,6 +1,8 @@
-"""Every operation of depthmix in plain torch: the ground truth that faster forms are tested against.
+"""Operations in plain torch: the ground truth that faster forms are tested against, and the precision of them all.
 
-Axes: ... any leading shape (batch, token), D channel, S source, Q query, H head, M stream.
+Attention over depth has its own in attend/reference.py.
+
+Axes: ... any leading shape (batch, token), D channel, M stream.
 
 Weights, norms and sums are computed in float32 at least (float64 stays float64);
 what goes back into the stream is rounded once, to the stream's dtype.
@@ -103,71 +105,11 @@ def elu1(x: Tensor) -> Tensor:
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())  # elu(x) + 1 itself rounds to 0 below -17 in float32
 
 
-def key_of(v: Tensor, key_weight: Tensor | None, normalize: bool, eps: float) -> Tensor:
-    key = rms_norm(v, eps) if normalize else wide(v)
-    return key if key_weight is None else key * key_weight
-
-
-def scores(keys: Sequence[Tensor], query: Tensor) -> Tensor:
-    """Logits [..., H, S] of keys [..., D], split into heads, under queries [..., H, D/H]."""
-    heads = query.shape[-2]
-    return torch.stack([(k.unflatten(-1, (heads, -1)) * query).sum(-1) for k in keys], -1)
-
-
-def mix(sources: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """Σ_s weights[..., h, s] sources[s], each head h weighting its own group of channels."""
-    heads = weights.shape[-2]
-    parts = (wide(v).unflatten(-1, (heads, -1)) * weights[..., s, None] for s, v in enumerate(sources))
-    total = functools.reduce(operator.add, parts)
-    return total.flatten(-2).to(sources[0].dtype)
-
-
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor:
     """Σ weights[i] ⊙ tensors[i] with weights that broadcast over channels; None stands for 1."""
     parts = (wide(x) if w is None else wide(x) * w for x, w in zip(tensors, weights, strict=True))
     total = functools.reduce(operator.add, parts)
     return total.to(tensors[0].dtype)
-
-
-def fold(query: Tensor, key_weight: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The queries [Q, D] in which a key weight is taken up: only their product enters a logit."""
-    folded = wide(query) if key_weight is None else wide(query) * wide(key_weight)
-    return folded.reshape(-1, query.shape[-1]).to(accumulator(dtype))
-
-
-def attend(
-    sources: Sequence[Tensor],
-    folded: Tensor,
-    prior: tuple[Tensor, Tensor] | None = None,
-    *,
-    normalize: bool = True,
-    eps: float = 1e-6,
-    scale: float = 1.0,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Softmax attention of folded queries [Q, D] over sources [..., D]: Q mixtures and their log-sum-exps [...].
-
-    A prior, for one query, is the result (h, lse) of attending over other sources: it joins as one more source.
-    """
-    keys = [key_of(v, None, normalize, eps) for v in sources]
-    return join(sources, scale * torch.stack([linear(k, folded) for k in keys], -1), prior)
-
-
-def join(
-    sources: Sequence[Tensor], logits: Tensor, prior: tuple[Tensor, Tensor] | None
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Mixtures and log-sum-exps for logits [..., Q, S], the prior as one more source."""
-    if prior is not None:
-        sources, logits = [*sources, prior[0]], torch.cat([logits, prior[1][..., None, None]], -1)
-    lse = logits.logsumexp(-1)  # [..., Q]
-    weights = logits.softmax(-1)  # not exp(logits − lse), whose error grows with the logits
-    mixed = tuple(mix(sources, weights[..., q : q + 1, :]) for q in range(logits.shape[-2]))
-    return mixed, lse.unbind(-1)
-
-
-def merge(h1: Tensor, lse1: Tensor, h2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """Online softmax: attention over two disjoint sets of sources from the result over each."""
-    gap = (lse1 - lse2).unsqueeze(-1)
-    return weighted_sum([h1, h2], [torch.sigmoid(gap), torch.sigmoid(-gap)]), torch.logaddexp(lse1, lse2)
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float = 0.0) -> Tensor:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from depthmix.ops import reference
+from depthmix.ops.backend import plain_wanted
 from depthmix.ops.reference import wide
-from depthmix.ops.streams import plain_wanted, replayed
+from depthmix.ops.streams import replayed
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float = 0.0) -> Tensor:

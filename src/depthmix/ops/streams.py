@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 
 from depthmix.ops import reference
-from depthmix.ops.backend import chosen, traced_by_torch
+from depthmix.ops.backend import plain_wanted
 from depthmix.ops.reference import accumulator, full_precision, wide
-
-
-def plain_wanted() -> bool:
-    return traced_by_torch() or chosen() == "reference"
 
 
 def normed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float) -> Tensor:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthmix.ops.attend.options import ReadOptions
+
 MODULE = "fla.ops.attnres"
 INSTALL = "pip install 'depthmix[kernels]'"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # it computes in float32, which would cut float64 short
@@ -47,13 +49,13 @@ def unfit(dtype: torch.dtype) -> str:
     return "" if dtype in DTYPES else f"fla-core's kernel computes in float32, which is not enough for {dtype}"
 
 
-def obstacle(sources: Sequence[Tensor], folded: Tensor, *, normalize: bool) -> str:
+def obstacle(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions) -> str:
     """Why the kernel cannot serve this single read; "" where it can."""
     if not on_gpu([*sources, folded]):
         return f"it runs on CUDA devices; the sources are on {sources[0].device}, the query on {folded.device}"
     if why := unfit(sources[0].dtype):
         return why
-    if not normalize:
+    if not options.normalize:
         return "it always normalizes keys; normalize=False is for the other backends"
     if len(sources) > MOST_SOURCES:
         return f"it takes at most {MOST_SOURCES} sources; got {len(sources)}"
@@ -67,11 +69,11 @@ def obstacle(sources: Sequence[Tensor], folded: Tensor, *, normalize: bool) -> s
     return why_not()
 
 
-def mixture(sources: Sequence[Tensor], folded: Tensor, *, eps: float, scale: float) -> Tensor:
+def read_one(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions) -> Tensor:
     """h [..., D] of one folded query [1, D], differentiable once by the kernel's own backward pass."""
     query = folded.squeeze(0)
     ones = torch.ones_like(query)  # the key weight is in the query already: only their product enters the kernel
-    h: Tensor = load()[0](query, tuple(sources), ones, rms_eps=eps, scale=scale)
+    h: Tensor = load()[0](query, tuple(sources), ones, rms_eps=options.eps, scale=options.scale)
     if h.requires_grad:
         h.register_hook(refuse_second_derivatives)
     return h
@@ -81,6 +83,6 @@ def refuse_second_derivatives(grad: Tensor) -> None:
     """The kernel's backward pass has no graph: a derivative of it would lack terms and not say so."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "second derivatives of a fused read are not there: its kernel has none. "
+            "second derivatives of a fused read are not supported (its kernel has none). "
             "Run the forward pass within depthmix.ops.using('reference')"
         )

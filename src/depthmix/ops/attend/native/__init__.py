@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from depthmix.ops.native import pool
+from depthmix.ops.attend.native import pool
+from depthmix.ops.attend.options import ReadOptions
 
 SOURCES = [Path(__file__).with_name(name) for name in ("attend.cpp", "pool.cpp")]
 # Not -ffast-math: a library linked with it makes the whole process flush denormals to zero as soon as it is loaded.
@@ -47,8 +48,8 @@ def build() -> tuple[ctypes.CDLL | None, str]:
 
 def cached_library(compiler: str) -> Path:
     """Compile once for this source, compiler and machine; processes that race for it each write beside and rename."""
-    about = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    key = "\n".join([*(source.read_text() for source in SOURCES), about, *FLAGS, platform.machine(), cpu_flags()])
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    key = "\n".join([*(source.read_text() for source in SOURCES), version, *FLAGS, platform.machine(), cpu_flags()])
     folder = cache_folder()
     target = folder / f"attend-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
     if not target.exists():
@@ -65,8 +66,8 @@ def cached_library(compiler: str) -> Path:
 
 
 def cache_folder() -> Path:
-    if own := os.environ.get("DEPTHMIX_CACHE"):
-        return Path(own)
+    if folder := os.environ.get("DEPTHMIX_CACHE"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "depthmix"
 
 
@@ -99,6 +100,15 @@ def fits(tensors: Sequence[Tensor]) -> bool:
     )
 
 
+def plain(gradient: Tensor | None) -> Tensor | None:
+    """A gradient in memory that the kernel can read, whatever class of tensor arrived."""
+    if gradient is None or type(gradient) is Tensor:
+        return gradient
+    copy = torch.empty(gradient.shape, dtype=gradient.dtype)
+    copy.copy_(gradient)
+    return copy
+
+
 def empty_like(tensor: Tensor) -> Tensor:
     return pool.empty_like(library(), tensor)
 
@@ -127,10 +137,7 @@ def forward(
     folded: Tensor,
     prior: Tensor | None,
     prior_lse: Tensor | None,
-    *,
-    normalize: bool,
-    eps: float,
-    scale: float,
+    options: ReadOptions,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """h (one a query), lse [Q, ...], 1/rms [..., S], weights [..., Q, S]."""
     first, (queries, dim), count = sources[0], folded.shape, len(sources)
@@ -148,9 +155,9 @@ def forward(
         pointer(folded),
         None if prior is None else pointers([prior]),
         pointer(prior_lse),
-        ctypes.c_double(eps),
-        ctypes.c_double(scale),
-        int(normalize),
+        ctypes.c_double(options.eps),
+        ctypes.c_double(options.scale),
+        int(options.normalize),
         pointers(h),
         pointer(lse),
         pointer(rstd),
@@ -170,13 +177,12 @@ def backward(
     lse: Tensor,
     grad_h: Sequence[Tensor | None],
     grad_lse: Sequence[Tensor | None],
-    *,
-    normalize: bool,
-    scale: float,
+    options: ReadOptions,
 ) -> tuple[list[Tensor], Tensor, Tensor | None, Tensor | None]:
     """Gradients of the sources, of the folded queries, of the prior's mixture and of its log-sum-exp."""
     first, (queries, dim), count = sources[0], folded.shape, len(sources)
     threads = threads_for(first, count)
+    grad_h, grad_lse = ([plain(g) for g in given] for given in (grad_h, grad_lse))
     grads = [empty_like(v) for v in sources]
     parts = folded.new_zeros((threads, queries, dim))
     grad_prior = None if prior_lse is None else empty_like(first)
@@ -191,8 +197,8 @@ def backward(
         pointer(folded),
         None if h is None else pointers([h]),
         pointer(prior_lse),
-        ctypes.c_double(scale),
-        int(normalize),
+        ctypes.c_double(options.scale),
+        int(options.normalize),
         pointer(rstd),
         pointer(weights),
         pointer(lse),

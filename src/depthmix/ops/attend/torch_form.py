@@ -13,7 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from depthmix.ops.reference import full_precision, inverse_rms, linear, mix, weighted_sum, wide
+from depthmix.ops.attend.options import ReadOptions
+from depthmix.ops.attend.reference import weighted_mixture
+from depthmix.ops.reference import full_precision, inverse_rms, linear, weighted_sum, wide
 
 
 def forward(
@@ -21,25 +23,22 @@ def forward(
     folded: Tensor,
     prior: Tensor | None,
     prior_lse: Tensor | None,
-    *,
-    normalize: bool,
-    eps: float,
-    scale: float,
+    options: ReadOptions,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """h (one a query), lse [Q, ...], 1/rms [..., S], weights [..., Q, S]."""
-    if normalize:
-        rstd = torch.cat([inverse_rms(v, eps) for v in sources], -1)
+    if options.normalize:
+        rstd = torch.cat([inverse_rms(v, options.eps) for v in sources], -1)
     else:
         rstd = folded.new_ones((*sources[0].shape[:-1], len(sources)))
     products = torch.stack([linear(v, folded) for v in sources], -1)  # [..., Q, S]
-    logits = scale * (products * rstd.unsqueeze(-2))
+    logits = options.scale * (products * rstd.unsqueeze(-2))
     if prior_lse is not None:
         logits = torch.cat([logits, prior_lse[..., None, None]], -1)
     lse, weights = logits.logsumexp(-1), logits.softmax(-1)  # [..., Q], [..., Q, S or S + 1]
-    own, weights = weights[..., 0, len(sources) :], weights[..., : len(sources)]
-    h = [mix(sources, weights[..., q : q + 1, :]) for q in range(folded.shape[0])]
+    of_prior, weights = weights[..., 0, len(sources) :], weights[..., : len(sources)]
+    h = [weighted_mixture(sources, weights[..., q : q + 1, :]) for q in range(folded.shape[0])]
     if prior is not None:
-        h = [weighted_sum([prior, h[0]], [own, None])]
+        h = [weighted_sum([prior, h[0]], [of_prior, None])]
     return h, lse.movedim(-1, 0).contiguous(), rstd, weights
 
 
@@ -53,9 +52,7 @@ def backward(
     lse: Tensor,
     grad_h: Sequence[Tensor | None],
     grad_lse: Sequence[Tensor | None],
-    *,
-    normalize: bool,
-    scale: float,
+    options: ReadOptions,
 ) -> tuple[list[Tensor], Tensor, Tensor | None, Tensor | None]:
     """Gradients of the sources, of the folded queries, of the prior's mixture and of its log-sum-exp."""
     nothing = folded.new_zeros(sources[0].shape[:-1])
@@ -68,18 +65,18 @@ def backward(
         felt = used if h is None else nothing if g is None else dot(g, h)
         slopes.append(a * (u - felt.unsqueeze(-1) + from_lse.unsqueeze(-1)))
         if prior_lse is not None:
-            own = (prior_lse - lse[q]).exp()
-            grad_prior_lse = felt - used - own * felt + own * from_lse
+            of_prior = (prior_lse - lse[q]).exp()
+            grad_prior_lse = felt - used - of_prior * felt + of_prior * from_lse
             if g is not None:
-                grad_prior = weighted_sum([g], [own.unsqueeze(-1)])
-    slope = scale * torch.stack(slopes, -2)  # [..., Q, S]: of r_s <v_s, c_q>
+                grad_prior = weighted_sum([g], [of_prior.unsqueeze(-1)])
+    slope = options.scale * torch.stack(slopes, -2)  # [..., Q, S]: of r_s <v_s, c_q>
     given = [(q, g) for q, g in enumerate(grad_h) if g is not None]
     grads, grad_folded = [], torch.zeros_like(folded)
     with full_precision(folded.device):
         for s, v in enumerate(sources):
             one, r, unit = slope[..., s], rstd[..., s, None], wide(v)  # [..., Q], [..., 1], [..., D]
             grad = (one * r) @ folded
-            if normalize:
+            if options.normalize:
                 unit = unit * r  # before any product with r again: r² of a long source underflows
                 pull = (one * r * linear(v, folded)).sum(-1, keepdim=True) * (r / -v.shape[-1])
                 grad = torch.addcmul(grad, pull, unit)

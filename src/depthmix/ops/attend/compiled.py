@@ -1,6 +1,12 @@
-"""The native read as operators of torch: a compiler takes them as they are, instead of making loops of its own.
+"""What compilers and functional transforms are given: plain operations, or the native read as an operator.
 
-Their backward pass keeps what that of the eager read keeps: references to the sources and numbers per token.
+The plain operations are in the form that compilers fuse best: sums along a row, neither normalised keys nor matmuls. A
+compiler makes one loop over a source of its norm and all its logits; a matrix product would want the normalised keys in
+memory first. Any transform of torch can take derivatives of it.
+
+The operator a compiler takes as it is, instead of making loops of its own. Its backward pass keeps what that of the
+eager read keeps: references to the sources and numbers per token. Its arguments are what torch's schemas know: plain
+numbers in the place of `ReadOptions`.
 
 Axes: ... any leading shape, D channel, S source, Q query.
 """
@@ -13,7 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthmix.ops import native
+from depthmix.ops.attend import native
+from depthmix.ops.attend.options import DEFAULT, ReadOptions
+from depthmix.ops.attend.reference import Reads, join
+from depthmix.ops.reference import rms_parts, wide
 
 FORWARD = "(Tensor[] v, Tensor c, Tensor? prior, Tensor? prior_lse, bool normalize, float eps, float scale) -> Tensor[]"
 BACKWARD = (
@@ -26,15 +35,28 @@ def attend(
     sources: Sequence[Tensor],
     folded: Tensor,
     prior: tuple[Tensor, Tensor] | None = None,
-    *,
-    normalize: bool = True,
-    eps: float = 1e-6,
-    scale: float = 1.0,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """As `reference.attend`."""
+    options: ReadOptions = DEFAULT,
+) -> Reads:
+    """As `reference.attend`, in plain operations."""
+    return join(sources, torch.stack([logits(v, folded, options) for v in sources], -1), prior)
+
+
+def logits(v: Tensor, folded: Tensor, options: ReadOptions) -> Tensor:
+    """[..., Q] of one source."""
+    u, r = rms_parts(v, options.eps)[:2] if options.normalize else (wide(v), 1.0)
+    return options.scale * r * torch.stack([(u * c).sum(-1) for c in folded.unbind(0)], -1)
+
+
+def attend_by_operator(
+    sources: Sequence[Tensor],
+    folded: Tensor,
+    prior: tuple[Tensor, Tensor] | None = None,
+    options: ReadOptions = DEFAULT,
+) -> Reads:
+    """As `reference.attend`, by the native kernel."""
     queries = folded.shape[0]
     h, lse = prior or (None, None)
-    out = forward_op(list(sources), folded.contiguous(), h, lse, normalize, eps, scale)
+    out = forward_op(list(sources), folded.contiguous(), h, lse, options.normalize, options.eps, options.scale)
     return tuple(out[:queries]), out[queries].unbind(0)
 
 
@@ -50,7 +72,7 @@ def forward_op(
 ) -> list[Tensor]:
     """[h of each query, lse [Q, ...], 1/rms [..., S], weights [..., Q, S]]."""
     v, (c, prior, prior_lse) = dense(v), dense([c, prior, prior_lse])
-    h, lse, rstd, weights = native.forward(v, c, prior, prior_lse, normalize=normalize, eps=eps, scale=scale)
+    h, lse, rstd, weights = native.forward(v, c, prior, prior_lse, ReadOptions(normalize, eps, scale))
     return [*h, lse, rstd, weights]
 
 
@@ -72,9 +94,8 @@ def backward_op(
     of_lse = [None] * len(c) if grad_lse is None else list(grad_lse.contiguous().unbind(0))
     v, grad_h, (c, h, prior_lse) = dense(v), dense(grad_h), dense([c, h, prior_lse])
     rstd, weights, lse = dense([rstd, weights, lse])
-    of_v, *rest = native.backward(
-        v, c, h, prior_lse, rstd, weights, lse, grad_h, of_lse, normalize=normalize, scale=scale
-    )
+    options = ReadOptions(normalize, scale=scale)
+    of_v, *rest = native.backward(v, c, h, prior_lse, rstd, weights, lse, grad_h, of_lse, options)
     return [*of_v, *(gradient for gradient in rest if gradient is not None)]
 
 
@@ -104,8 +125,8 @@ def keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     *v, c, h, prior_lse, rstd, weights, lse = ctx.saved_tensors
     *grad_h, grad_lse, _, _ = grads
-    found = backward_op(v, c, h, prior_lse, rstd, weights, lse, grad_h, grad_lse, ctx.normalize, ctx.scale)
-    of_v, (of_c, *of_prior) = found[: len(v)], found[len(v) :]
+    gradients = backward_op(v, c, h, prior_lse, rstd, weights, lse, grad_h, grad_lse, ctx.normalize, ctx.scale)
+    of_v, (of_c, *of_prior) = gradients[: len(v)], gradients[len(v) :]
     return of_v, of_c, *(of_prior or [None, None]), None, None, None
 
 
