@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 import depthmix as dm
 from depthmix.ops.attend import reference
+from depthmix.ops.backend import Backend
 from tests.reference import attend as plain
 from tests.reference.sinkhorn import sinkhorn as plain_sinkhorn
 
@@ -237,3 +240,15 @@ print(int(kept), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     if not kept:
         pytest.skip("this C library has no such setting")
     assert faults < 131_072 / 3
+
+
+def test_the_page_of_operations_names_every_function_and_only_files_that_exist() -> None:
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "ops.md").read_text()
+    words = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", page))))
+    assert set(dm.ops.__all__) <= words
+    files = re.findall(r"`((?:\w+/)*\w+\.py|attend/native/)`", page)
+    assert len(set(files)) > 10
+    assert [name for name in files if not (root / "src/depthmix/ops" / name).exists()] == []
+    backends = set(get_args(Backend)) - {"auto"}
+    assert backends <= set(re.findall(r"^\| `(\w+)` \|", page, re.M))
