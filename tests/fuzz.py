@@ -603,7 +603,7 @@ def make_samples(folder: Path) -> None:
             for row in ratio_rows(part, samples, bounds={"attnres": 1.12}, at=4)
         ]
         about = {"machine": "a machine", "reads": "torch", "command": "depthmix bench", "rounds": 3, "processes": 1}
-        Report(**about, quick=True, sizes=QUICK.told(), notes=["a note"], rows=rows).save(Path("report.json"))
+        Report(**about, quick=True, sizes=QUICK.to_dict(), notes=["a note"], rows=rows).save(Path("report.json"))
         save_tokenizer(Path("tokenizer.json"))
     finally:
         os.chdir(here)

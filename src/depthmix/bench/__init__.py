@@ -5,11 +5,10 @@ from depthmix.bench.model import Size
 from depthmix.bench.processes import ChildFailed, Job, run_child, run_jobs
 from depthmix.bench.report import CONTROL, Report, Row, ratio_rows
 from depthmix.bench.suite import PARTS, Part, Settings, run_suite
-from depthmix.bench.timing import MARGIN, Ratio, measure, paired, pool
+from depthmix.bench.timing import Ratio, measure, paired, pool
 
 __all__ = [
     "CONTROL",
-    "MARGIN",
     "PARTS",
     "ChildFailed",
     "Job",

@@ -7,19 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from depthmix.bench.model import Size, options_for
 from depthmix.bench.processes import progress
 from depthmix.bench.read import BOTH, OURS, attend, read_variants
+from depthmix.bench.report import SOURCES
 from depthmix.bench.step import ratios, variants
 from depthmix.bench.timing import measure, paired
 
 
 def run_sources(rounds: int, counts: Sequence[int], tokens: int, dim: int) -> dict[str, dict[str, list[float]]]:
-    """Time of a read, forward and backward, for each source, against that with the fewest sources."""
+    """Time of a read, forward and backward, for each source, against that with the fewest sources.
+
+    The fewest are timed twice: their row is the second time over the first, the control of the others.
+    """
     timed: dict[str, Callable[[], None]] = {}
     for count in counts:
         timed[str(count)] = read_variants({OURS: attend}, count, tokens, dim)[f"{OURS}, {BOTH}"]
-    times = measure(timed, rounds=rounds, warmup=2, progress=progress("sources"))
     first = counts[0]
+    timed["baseline"] = timed[str(first)]
+    times = measure(timed, rounds=rounds, warmup=2, progress=progress(SOURCES))
     return {
-        f"sources {n}": {f"{n} sources, time of each": paired(times, str(n), str(first), scale=n / first)}
+        f"{SOURCES} {n}": {f"{n} sources, time of each": paired(times, str(n), "baseline", scale=n / first)}
         for n in counts
     }
 
@@ -28,9 +33,9 @@ def run_sizes(
     axis: str, mixers: Sequence[str], sizes: Sequence[Mapping[str, int]], rounds: int
 ) -> dict[str, dict[str, list[float]]]:
     """Ratios of the step to the residual's at each size; `axis` is the field of Size that differs between them."""
-    found = {}
+    samples = {}
     for values in sizes:
         size, at = Size(**values), values["dim" if axis == "width" else axis]
         steps, _ = variants({name: options_for(name, size.depth) for name in mixers}, size)
-        found[f"{axis} {at}"] = ratios(steps, rounds, f"{axis} {at}")
-    return found
+        samples[f"{axis} {at}"] = ratios(steps, rounds, f"{axis} {at}")
+    return samples

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from depthmix.bench.mixing import MIXING, MIXING_CPU, MIXING_CPU_MS, MIXING_MS, REAL
 from depthmix.bench.read import READ, READ_KEPT
-from depthmix.bench.report import Report, Row
-from depthmix.bench.timing import MARGIN
+from depthmix.bench.report import BASELINE, SOURCES, Report, Row
 
 SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     (
@@ -19,6 +19,11 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             (READ, "In an ordinary process:"),
             (READ_KEPT, "In a process that keeps freed memory (`ops.keep_freed_memory`), for all alike:"),
         ),
+    ),
+    (
+        "mixing",
+        "The time of mixing",
+        ((MIXING, "1 + (mechanism − residual) / real step of the residual, without the sublayers' own time:"),),
     ),
     (
         "step",
@@ -53,11 +58,22 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         "growth",
         "Growth",
         (
-            ("sources", "Time of a read, forward and backward, for each source, over that with the fewest sources:"),
+            (SOURCES, "Time of a read, forward and backward, for each source, over that with the fewest sources:"),
             ("depth", "A training step over the plain residual's, by depth (sublayers):"),
             ("width", "A training step over the plain residual's, by width D:"),
         ),
     ),
+)
+
+WHAT_MIXING_MEASURES = (
+    "The stack runs forward and backward at its real size, with sublayers that compute nothing: each returns a fresh "
+    "copy of a stored tensor as its output and another as the gradient of its input, and keeps its input for the "
+    "backward pass as a PreNorm does, so that reads, writes and their gradients work on as many distinct tensors as in "
+    "training. Each of them also reads the weights of the real sublayer once in either direction, so that sources "
+    "leave the caches between two reads as they do in a network; what this and the copies cost is the same for the "
+    "residual and drops out of the difference. Left out is what a mechanism changes in the time of the sublayers "
+    "themselves, which the whole step, beside it, contains with all its noise, and what a compiler would fuse with "
+    "them."
 )
 
 
@@ -65,7 +81,11 @@ def render(report: Report, figures: Mapping[str, Path], beside: Path) -> str:
     """`figures` by section; links to them are relative to `beside`, the folder of the page."""
     lines = ["# Results: speed", "", *introduction(report)]
     for name, title, parts in SECTIONS:
-        tables = [table_of(report.of(part), words) for part, words in parts if report.of(part)]
+        tables = [
+            table_of(report.of(part), words, mixing_columns(report) if part == MIXING else {})
+            for part, words in parts
+            if report.of(part)
+        ]
         if not tables:
             continue
         lines += ["", f"## {title}", *filter(None, [size_of(report, name)])]
@@ -86,8 +106,9 @@ def introduction(report: Report) -> list[str]:
         f'{report.machine}; reads of attnres and block_attnres by the backend "{report.reads}". Paired rounds, '
         "variants in rotating order. Of several processes a figure is the median of their medians, and its interval "
         "goes from the smallest of these to the largest; of one process it is the median with its 95 % confidence "
-        "interval, and the spread between processes, which is larger, is not in it. Where it straddles a bound, or the "
-        f'residual differs from itself by more than {MARGIN}, the verdict is "undecided". Processes in '
+        "interval, and the spread between processes, which is larger, is not in it. A bound holds or fails where it is "
+        "farther from the interval than the control, the residual timed a second time, is from 1; otherwise the "
+        'verdict is "undecided", with the interval of the control. Processes in '
         "which steps are timed keep freed memory (`ops.keep_freed_memory`), for all variants alike; a read is timed in "
         "an ordinary process and in such a one. This page is generated from the saved results.",
         *(["", "**Quick sizes: this shows that the benchmark runs, and nothing of speed.**"] if report.quick else []),
@@ -100,12 +121,13 @@ def size_of(report: Report, section: str) -> str:
         read = sizes["read"]
         shape = f"{read['sources']} sources, {read['tokens']} tokens, D = {read['dim']}"
         return f"\n{shape}. A pass is the time to read every source once."
-    if section in ("step", "memory"):
+    if section in ("mixing", "step", "memory"):
         step = sizes["step"]
-        return (
+        shape = (
             f"\n{step['depth']} sublayers (attention and SwiGLU in turn), D = {step['dim']}, hidden {step['hidden']}, "
             f"{step['tokens']} tokens."
         )
+        return f"{shape} {residual_times(report)}\n\n{WHAT_MIXING_MEASURES}" if section == "mixing" else shape
     if section == "decoder":
         decode, values = sizes["decode"], sizes["values"]
         model = decode["model"]
@@ -121,12 +143,36 @@ def size_of(report: Report, section: str) -> str:
     )
 
 
-def table_of(rows: Sequence[Row], words: str) -> list[str]:
-    """Only columns that have something to say."""
+def mixing_columns(report: Report) -> dict[str, list[str]]:
+    """Beside each ratio of mixing: the same by processor time, the whole step's, and the milliseconds."""
+    names = [row.what for row in report.of(MIXING)]
+    return {
+        "by processor time": [figure_of(report, MIXING_CPU, name) for name in names],
+        "whole step": [figure_of(report, "step", name) for name in names],
+        "time": [figure_of(report, MIXING_MS, name) for name in names],
+        "processor time": [figure_of(report, MIXING_CPU_MS, name) for name in names],
+    }
+
+
+def residual_times(report: Report) -> str:
+    def both(name: str) -> str:
+        wall, processor = (figure_of(report, part, name) for part in (MIXING_MS, MIXING_CPU_MS))
+        return f"{wall or 'not measured'} ({processor or 'not measured'} of processor time)"
+
+    return f"The plain residual without its sublayers takes {both(BASELINE)}, its real step {both(REAL)}."
+
+
+def figure_of(report: Report, part: str, what: str) -> str:
+    return next((figure_text(row) for row in report.of(part) if row.what == what), "")
+
+
+def table_of(rows: Sequence[Row], words: str, beside: Mapping[str, list[str]] | None = None) -> list[str]:
+    """Only columns that have something to say; those of `beside` follow the interval."""
     cells = {
         "what": [name_of(row) for row in rows],
         "figure": [figure_text(row) for row in rows],
         "interval": [interval_text(row) for row in rows],
+        **(beside or {}),
         "processes × rounds": [f"{len(row.samples)} × {len(row.samples[0])}" if row.samples else "" for row in rows],
         "aim: at most": ["" if row.bound is None else f"{row.bound:,g}" for row in rows],
         "verdict": [row.verdict for row in rows],
@@ -155,4 +201,6 @@ def interval_text(row: Row) -> str:
 
 
 def number(value: float, unit: str) -> str:
+    if unit == "ms":
+        return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
     return f"{value:,.0f}" if unit in ("bytes/token", "MB") else f"{value:.3f}" if value < 10 else f"{value:.1f}"

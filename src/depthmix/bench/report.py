@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from depthmix.bench.timing import FEWEST, MARGIN, Ratio, Samples, pool
+from depthmix.bench.timing import FEWEST, Ratio, Samples, pool
 from depthmix.support.checks import check_option
 from depthmix.support.files import write_text
 
-BASELINE, CONTROL = "residual", "residual again"
+BASELINE, CONTROL, SOURCES = "residual", "residual again", "sources"
 MODEL = {"layers": int, "dim": int, "vocab_size": int}
 SIZES = {  # what pages and figures read of a report's sizes
     "read": {"sources": int, "tokens": int, "dim": int},
@@ -40,6 +40,12 @@ class Row:
     at: int | None = None
     note: str = ""
     samples: list[list[float]] = field(default_factory=list)  # paired ratios, one list a process
+
+    def ratio(self) -> Ratio | None:
+        """The figure with its interval; None where it has none."""
+        if self.figure is None or self.low is None or self.high is None:
+            return None
+        return Ratio(self.figure, self.low, self.high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +85,10 @@ class Report:
 
     @classmethod
     def joined(cls, reports: Sequence[Report]) -> Report:
-        """Several runs of one machine as one: where two measured the same, the first one's rows stay."""
+        """Several runs of one machine as one: where two measured the same, the first one's rows stay.
+
+        Verdicts are given again: files of earlier versions may hold others.
+        """
         first = reports[0]
         if quick := {report.quick for report in reports} - {first.quick}:
             raise ValueError(f"quick={quick} beside quick={first.quick}; expected full sizes only, or quick ones only")
@@ -90,7 +99,7 @@ class Report:
             machine="; ".join(dict.fromkeys(report.machine for report in reports)),
             command="\n    ".join(report.command for report in reports),
             notes=list(dict.fromkeys(note for report in reports for note in report.notes)),
-            rows=[rows[key] for key in order],
+            rows=with_verdicts([rows[key] for key in order]),
         )
 
     def save(self, path: Path) -> None:
@@ -120,43 +129,63 @@ def check_shape(name: str, value: object, shape: Any) -> None:
 
 def ratio_rows(
     part: str,
-    found: Mapping[str, Samples],
+    samples: Mapping[str, Samples],
     *,
     unit: str = "×",
     bounds: Mapping[str, float] | None = None,
     notes: Mapping[str, str] | None = None,
     at: int | None = None,
 ) -> list[Row]:
-    """Rows of a timed part, judged: against its bound, and not at all where the control differs from itself."""
-    pooled = {what: pool(samples) for what, samples in found.items()}
+    """Rows of a timed part, with their verdicts."""
     rows = []
-    for what, r in pooled.items():
-        bound = (bounds or {}).get(what)
+    for what, of_each_process in samples.items():
+        ratio = pool(of_each_process)
         rows.append(
             Row(
                 part=part,
                 what=what,
-                figure=r.median,
-                low=r.low,
-                high=r.high,
+                figure=ratio.median,
+                low=ratio.low,
+                high=ratio.high,
                 unit=unit,
-                bound=bound,
-                verdict="" if bound is None else why_undecided(pooled, found[what]) or r.verdict(bound),
+                bound=(bounds or {}).get(what),
                 at=at,
                 note=(notes or {}).get(what, ""),
-                samples=[[round(value, 4) for value in each] for each in found[what]],
+                samples=[[round(value, 4) for value in each] for each in of_each_process],
             )
         )
-    return rows
+    return with_verdicts(rows)
 
 
-def why_undecided(pooled: Mapping[str, Ratio], samples: Samples) -> str:
-    """Whatever the figure: where it cannot be trusted, or where its interval is none."""
-    if not control_holds(pooled):
-        return "undecided (control)"
-    return "undecided (too few rounds)" if len(samples) == 1 and len(samples[0]) < FEWEST else ""
+def with_verdicts(rows: Sequence[Row]) -> list[Row]:
+    """Timed rows against their bounds; a row without an interval keeps the verdict that it has."""
+    verdicts = [
+        row.verdict if row.bound is None or (ratio := row.ratio()) is None else verdict(row, ratio, row.bound, rows)
+        for row in rows
+    ]
+    return [replace(row, verdict=words) for row, words in zip(rows, verdicts, strict=True)]
 
 
-def control_holds(pooled: Mapping[str, Ratio]) -> bool:
-    """Whether the baseline, timed a second time, agrees with itself; a part without a control has none to fail."""
-    return CONTROL not in pooled or abs(pooled[CONTROL].median - 1) <= MARGIN
+def verdict(row: Row, ratio: Ratio, bound: float, rows: Sequence[Row]) -> str:
+    """Holds or fails where the bound is farther from the interval than the control is from 1.
+
+    Otherwise undecided, with the control's interval: what the same work differs from itself by is no effect.
+    """
+    if len(row.samples) == 1 and len(row.samples[0]) < FEWEST:
+        return "undecided (too few rounds)"
+    control = control_of(row, rows)
+    if control is None:
+        return ratio.verdict(bound)
+    words = ratio.verdict(bound, drift=abs(control.median - 1))
+    return f"undecided (control {control.low:.3f} – {control.high:.3f})" if words == "undecided" else words
+
+
+def control_of(row: Row, rows: Sequence[Row]) -> Ratio | None:
+    """The baseline timed a second time, over itself; of growth with sources, the row with the fewest."""
+    part = [each for each in rows if each.part == row.part]
+    if row.part == SOURCES:
+        control = min(part, key=lambda each: each.at or 0)
+        control = row if control.low == control.high else control  # an earlier version's: the baseline itself
+    else:
+        control = next((each for each in part if each.what == CONTROL and each.at == row.at), row)
+    return None if control is row else control.ratio()

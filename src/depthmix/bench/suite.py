@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,19 +12,23 @@ from typing import Any, Literal
 import torch
 
 from depthmix.bench.memory import UNAVAILABLE
+from depthmix.bench.mixing import MIXING, MIXING_CPU_MS, MIXING_MS
 from depthmix.bench.model import Size, options_for, size_for
 from depthmix.bench.peers import installed
 from depthmix.bench.processes import Job, merged, run_jobs
 from depthmix.bench.read import FORWARD, READ, READ_KEPT
-from depthmix.bench.report import BASELINE, Report, Row, ratio_rows
+from depthmix.bench.report import BASELINE, SOURCES, Report, Row, ratio_rows, with_verdicts
 from depthmix.models import DecoderConfig
 from depthmix.ops.attend import dispatch
 from depthmix.support.checks import check_range
 
-Part = Literal["read", "step", "decode", "values", "loop", "memory", "growth"]
-PARTS: tuple[Part, ...] = ("read", "step", "decode", "values", "loop", "memory", "growth")
+Part = Literal["read", "mixing", "step", "decode", "values", "loop", "memory", "growth"]
+PARTS: tuple[Part, ...] = typing.get_args(Part)
 VALUES = ("depth_attention", "value_residual")
 FOCUS = ("block_attnres", "attnres")  # where every mechanism would take hours: compiling, growth
+# Bounds of a mechanism's step are those of `mixing`: whole steps differ by more than what is to be told apart.
+BOUNDED = (READ, SOURCES, MIXING, "compiled step", "compiled decode", "value step", "loop")
+UNITS = {READ: "passes", READ_KEPT: "passes", MIXING_MS: "ms", MIXING_CPU_MS: "ms"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +41,14 @@ class Sizes:
     depth: list[Size]
     width: list[Size]
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {key: dict(value) if isinstance(value, Mapping) else value for key, value in asdict(self).items()}
 
 
 def decoder(depth: int, **fields: Any) -> dict[str, Any]:
     """Fields of a decoder of `depth` sublayers."""
-    found = DecoderConfig.from_depth(depth, **fields).to_dict()
-    return {key: found[key] for key in ("vocab_size", "dim", "layers", "heads", "hidden")}
+    config = DecoderConfig.from_depth(depth, **fields).to_dict()
+    return {key: config[key] for key in ("vocab_size", "dim", "layers", "heads", "hidden")}
 
 
 FULL = Sizes(
@@ -104,7 +109,7 @@ def run_suite(settings: Settings, bounds: Mapping[str, float], command: str, jou
         rounds=settings.rounds,
         processes=settings.processes,
         quick=settings.quick,
-        sizes=settings.sizes.told(),
+        sizes=settings.sizes.to_dict(),
         notes=installed()[1] if "read" in settings.parts else [],
         rows=rows,
     )
@@ -116,7 +121,7 @@ def timed_jobs(settings: Settings) -> list[Job]:
     few = min(rounds, 7)
 
     def add(label: str, target: str, seconds: float, keep: bool = True, **arguments: Any) -> None:
-        arguments = {key: tell(value) for key, value in arguments.items()}
+        arguments = {key: as_json(value) for key, value in arguments.items()}
         guess = 5.0 if settings.quick else seconds * rounds / 15
         jobs.append(Job(label=label, target=f"depthmix.bench.{target}", arguments=arguments, keep=keep, seconds=guess))
 
@@ -126,6 +131,9 @@ def timed_jobs(settings: Settings) -> list[Job]:
     if "read" in settings.parts:
         for group, keep in ((READ, False), (READ_KEPT, True)):
             add(group, "read:run", 100, keep=keep, group=group, rounds=rounds, **sizes.read)
+    if "mixing" in settings.parts:
+        mixers, seconds = with_options(settings.mixers), 30.0 + 9.0 * (len(settings.mixers) + 1)
+        add(MIXING, "mixing:run", seconds, mixers=mixers, size=sizes.step, rounds=rounds)
     if "step" in settings.parts:
         seconds = 60.0 * (len(settings.mixers) + 2)
         add("step", "step:run", seconds, mixers=with_options(settings.mixers), size=sizes.step, rounds=rounds)
@@ -164,31 +172,30 @@ def memory_jobs(settings: Settings) -> list[Job]:
     ]
 
 
-def tell(value: Any) -> Any:
-    """As JSON carries it."""
+def as_json(value: Any) -> Any:
+    """Sizes as the objects that JSON can carry."""
     if isinstance(value, list):
-        return [tell(each) for each in value]
+        return [as_json(each) for each in value]
     return asdict(value) if isinstance(value, Size) else value
 
 
 def timed_rows(
-    found: Mapping[str, Mapping[str, list[list[float]]]], settings: Settings, bounds: Mapping[str, float]
+    samples: Mapping[str, Mapping[str, list[list[float]]]], settings: Settings, bounds: Mapping[str, float]
 ) -> list[Row]:
-    judged = (READ, "sources", "step", "compiled step", "compiled decode", "value step", "loop")
     rows = []
-    for group, variants in found.items():
+    for group, variants in samples.items():
         part, _, number = group.rpartition(" ")
         at = int(number) if number.isdigit() else None
         part = group if at is None else part
         rows += ratio_rows(
             part,
             variants,
-            unit="passes" if part in (READ, READ_KEPT) else "×",
-            bounds=bounds if part in judged else {},
+            unit=UNITS.get(part, "×"),
+            bounds=bounds if part in BOUNDED else {},
             notes=notes_of(part, settings),
             at=at,
         )
-    return [row if "against" not in row.what else as_ratio(row) for row in rows]
+    return with_verdicts([row if "against" not in row.what else as_ratio(row) for row in rows])
 
 
 def as_ratio(row: Row) -> Row:
@@ -200,24 +207,24 @@ def notes_of(part: str, settings: Settings) -> dict[str, str]:
     """What must be known of a variant to read its figure."""
     if part in (READ, READ_KEPT):
         return {f"{label}, {FORWARD}": peer.note for label, (peer, _) in installed()[0].items()}
-    if part.endswith(("step", "forward")):
+    if part == MIXING or part.endswith(("step", "forward")):
         given = {name: options_for(name, settings.sizes.step.depth) for name in settings.mixers}
         return {name: " ".join(f"{k}={v}" for k, v in options.items()) for name, options in given.items()}
     return {}
 
 
-def memory_rows(found: Mapping[str, Mapping[str, float | None]], size: Size) -> list[Row]:
+def memory_rows(measured: Mapping[str, Mapping[str, float | None]], size: Size) -> list[Row]:
     """Bytes kept beyond the residual's, the peak, and the peak over the residual's."""
     kept, peak, over = [], [], []
-    for name, figures in found.items():
-        extra = (figures["kept"] or 0.0) - (found[BASELINE]["kept"] or 0.0)
+    for name, figures in measured.items():
+        extra = (figures["kept"] or 0.0) - (measured[BASELINE]["kept"] or 0.0)
         if name != BASELINE:
             bound = float((size.depth + 2) * size.dim * 4 + 64 * size.depth) if name == "block_attnres" else None
             verdict = "" if bound is None else "holds" if extra <= bound else "fails"
             unit = "bytes/token"
             note = f"{extra / (4 * size.dim):.1f} widths D"
             kept.append(Row(part="kept", what=name, figure=extra, unit=unit, bound=bound, verdict=verdict, note=note))
-        high, plain = figures["peak"], found[BASELINE]["peak"]
+        high, plain = figures["peak"], measured[BASELINE]["peak"]
         note = UNAVAILABLE if high is None else ""
         peak.append(Row(part="peak", what=name, figure=None if high is None else high / 1e6, unit="MB", note=note))
         if name != BASELINE and high is not None and plain:

@@ -51,6 +51,8 @@ def run(
     """Measure what reading over depth costs, against the plain residual and against other implementations.
 
     read: one read, forward and with its backward pass, in passes over its sources, beside the peers that are installed.
+    mixing: the time that a mechanism itself takes in a training step: forward and backward with sublayers that cost
+    next to nothing, minus the plain residual's, over the residual's real step; by wall-clock and by processor time.
     step: a training step and a forward of a decoder-shaped network for every mechanism, over the plain residual's time.
     decode: one new token for each of 8 sequences, with the decoder's cache and a head of 32,000 tokens; with --compiled
     also compiled. values: a training step of the decoder with values mixed over depth inside attention, over one
@@ -59,17 +61,17 @@ def run(
     against the number of sources, the step against depth and width.
 
     Variants take turns in rotating order within a process; a figure is the median of the medians of several processes,
-    its interval goes from the smallest to the largest. A bound inside the interval, a residual that differs from
-    itself by more than 0.03, or fewer than 6 rounds of a single process leave the verdict undecided. Nothing is
-    measured while `depthmix verify` fails.
+    its interval goes from the smallest to the largest. A bound inside the interval, or no farther from it than the
+    residual, timed twice, differs from itself, leaves the verdict undecided, and so do fewer than 6 rounds of a single
+    process. Nothing is measured while `depthmix verify` fails.
 
     A full run takes about an hour on two cores, --compiled some minutes more for each network; --quick takes under a
     minute. Progress goes to stderr.
 
     Args:
         parts: what to measure.
-        mixers: mechanisms to measure. By default all for step and memory, block_attnres and attnres where each costs
-            minutes (--compiled, growth) and with --quick.
+        mixers: mechanisms to measure. By default all for mixing, step and memory, block_attnres and attnres where each
+            costs minutes (--compiled, growth) and with --quick.
         rounds: paired rounds in each process; growth with depth and width takes at most 7.
         processes: child processes for each timed part, one after the other; 3, with --quick 1.
         quick: small sizes and few rounds: whether it runs, not how fast it is.
