@@ -37,6 +37,7 @@ from depthmix.bench.model import build, tokens_for
 from depthmix.bench.page import render
 from depthmix.bench.peers import PEERS, installed
 from depthmix.bench.read import attend, check_same_work, readers
+from depthmix.bench.report import with_verdicts
 from depthmix.bench.step import variants
 from depthmix.bench.suite import memory_rows, timed_jobs
 from depthmix.bench.timing import median_interval
@@ -95,7 +96,12 @@ def test_a_figure_whose_interval_straddles_its_bound_is_undecided() -> None:
 
 
 @pytest.mark.parametrize(
-    ("control", "verdict"), [([1.05, 1.04, 1.0], "undecided (control)"), ([1.2, 1.01, 0.99], "holds")]
+    ("control", "verdict"),
+    [
+        ([1.25, 1.24, 1.0], "undecided (control 1.000 – 1.250)"),
+        ([1.05, 1.04, 1.0], "holds"),
+        ([1.2, 1.01, 0.99], "holds"),
+    ],
 )
 def test_the_pooled_control_decides_whether_anything_is_decided(control: list[float], verdict: str) -> None:
     found = {"mhc": [[1.2], [1.19], [1.21]], "highway": [[1.2]] * 3, CONTROL: [[c] for c in control]}
@@ -186,6 +192,7 @@ def test_every_timed_part_is_repeated_in_every_process_and_compiled_only_where_a
     assert labels() == [
         "read",
         "read, freed memory kept",
+        "mixing",
         "step",
         "decode",
         "values",
@@ -288,7 +295,7 @@ def full_report() -> Report:
         rows += ratio_rows("sources", {f"{n} sources, time of each": [[1.1], [1.2]]}, bounds=bench.BOUNDS, at=n)
         rows += ratio_rows("depth", {"attnres": [[1.1], [1.2]], CONTROL: [[1.0], [1.0]]}, at=n)
     figures = {"residual": {"kept": 9.0, "peak": 1e6}, "block_attnres": {"kept": 99.0, "peak": 2e6}}
-    return report(rows + memory_rows(figures, SMALL))
+    return report(with_verdicts(rows + memory_rows(figures, SMALL)))
 
 
 def test_a_saved_result_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -314,7 +321,10 @@ def test_the_page_and_the_figures_are_made_from_a_saved_result_without_measuring
     assert "| ops.attend, forward | 2.650 passes | 2.550 – 2.750 | 2 × 2 | 3 | holds |" in text
     assert "| attnres | 1.035 × | 1.030 – 1.040 | 2 × 1 | 1.12 | holds |" in text
     assert "| attnres | 1.350 × | 1.300 – 1.400 | 2 × 1 | 1.12 | fails |" in text
-    assert "| 64 sources, time of each | 1.150 × | 1.100 – 1.200 | 2 × 1 | 1.15 | undecided |" in text
+    assert (
+        "| 64 sources, time of each | 1.150 × | 1.100 – 1.200 | 2 × 1 | 1.15 | undecided (control 1.100 – 1.200) |"
+        in text
+    )
     assert "| block_attnres | 90 bytes/token | 2,432 | holds | 0.4 widths D |" in text
     assert "| attnres, depth 64 |" in text
     assert "](../images/growth.png)" in text
@@ -352,9 +362,9 @@ def test_the_command_measures_every_part_and_prints_it_with_its_machine(
     found = Report.from_json(printed.out)
     assert found == Report.from_json(output.read_text())
     parts = {row.part for row in found.rows}
-    assert parts >= {"read", "sources", "step", "forward", "kept", "peak", "depth", "width"}
+    assert parts >= {"read", "sources", "mixing", "step", "forward", "kept", "peak", "depth", "width"}
     assert {row.what for row in found.of("value step")} == {"depth_attention", "value_residual", CONTROL}
-    for part in ("step", "forward", "decode", "depth", "width"):
+    for part in ("mixing", "step", "forward", "decode", "depth", "width"):
         assert {row.what for row in found.of(part)} == {"mhc", CONTROL}
     assert {row.at for row in found.of("sources")} == {2, 4}
     assert all(len(row.samples) == 1 and len(row.samples[0]) == 3 for row in found.of("read", "step", "depth"))
