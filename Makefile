@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # bf16 products end in an illegal instruction on CPUs that advertise AMX without its tile palette.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo matrices study test test-full lint docs conformance bench clean help
+.PHONY: demo matrices study test test-full lint docs house conformance bench clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make conformance  compare with public implementations from PyPI"
 	@echo "make bench        measure speed and memory beside other implementations; writes docs/results/speed.md (over an hour)"
 	@echo "make docs         build the documentation into site/"
+	@echo "make house        draw which floor imports from which, from the source, into docs/house.md"
 	@echo "make clean        remove everything that was built"
 
 $(VENV)/pip:
@@ -83,6 +84,9 @@ $(BENCH)/installed: pyproject.toml constraints.txt
 bench: $(BENCH)/installed compiler
 	$(BENCH)/bin/depthmix bench --compiled --output docs/results/speed.json --figures docs/images/speed \
 	  --markdown docs/results/speed.md $(ARGS)
+
+house: $(VENV)/dev
+	$(BIN)/python -m tools.draw_house
 
 docs: $(VENV)/dev
 	$(BIN)/mkdocs build --strict --quiet
