@@ -10,24 +10,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import depthmix
+from depthmix.mechanisms import registry
 from depthmix.training import TrainConfig
+from depthmix.training.config import mechanisms
 from tools import path_lengths, same_results
 
 
-@pytest.mark.parametrize("name", same_results.RUNS)
-def test_the_compared_runs_are_configurations_of_this_version(name: str) -> None:
-    mixer, changes = same_results.RUNS[name]
-    config = TrainConfig.from_toml(same_results.configuration(mixer, changes))
-    chosen = {choice.name for choice in (config.model.mixer, config.model.kv_mixer) if choice is not None}
-    assert set(mixer.split("+")) <= chosen
-    assert (config.optimizer.name == "muon") == ("Muon" in name)
-    assert (config.run.precision == "bfloat16") == ("bfloat16" in name)
-
-
-def test_the_compared_runs_reach_every_mechanism() -> None:
-    reached = {name for mixer, _ in same_results.RUNS.values() for name in mixer.split("+")}
-    assert reached == {*depthmix.list_mechanisms(), *depthmix.list_mechanisms(kind="kv")}
+def test_the_compared_runs_reach_every_mechanism_and_are_configurations_of_this_version() -> None:
+    runs = same_results.runs_of([same_results.ROOT, same_results.ROOT])
+    assert {name for mixer, _ in runs.values() for name in mixer.split("+")} == set(registry.DEPTH | registry.KV)
+    for name, (mixer, changes) in runs.items():
+        config = TrainConfig.from_toml(same_results.configuration(changes))
+        assert mechanisms(mixer)
+        assert (config.optimizer.name == "muon") == ("Muon" in name)
+        assert (config.run.precision == "bfloat16") == ("bfloat16" in name)
+        assert (config.model.moe is not None) == ("experts" in name)
+        assert (config.model.loop is not None) == ("loop" in name)
 
 
 def test_one_bit_of_one_weight_is_seen_and_metadata_is_not(tmp_path: Path) -> None:

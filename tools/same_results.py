@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import random
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -20,16 +21,14 @@ from typing import Any
 
 from tools.checkouts import ROOT, start, unpack
 
+Runs = dict[str, tuple[str, dict[str, Any]]]
 STEPS = 12
 MUON, BF16 = {"optimizer.name": "muon"}, {"run.precision": "bfloat16"}
 EXPERTS = {"model.moe.experts": 4, "model.moe.active": 2, "model.moe.hidden": 32}
 LOOP = {"model.loop.first": 1, "model.loop.last": 2, "model.loop.repeats": 2}
-MIXERS = (
-    *("residual", "block_attnres", "attnres", "mhc", "ddl", "delta_attnres", "denseformer", "depth_attention"),
-    *("value_residual", "hyper_connections", "mhc_lite", "mrla", "linear_attention", "highway", "scaled_residual"),
-)
-RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{mixer: (mixer, {}) for mixer in MIXERS},
+REGISTERED = re.compile(r'"(\w+)": "depthmix\.mechanisms\.\w+:\w+"')  # as a line of the registry
+# Beside a run with each mechanism that both commits have.
+COMBINED: Runs = {
     "experts": ("block_attnres", EXPERTS),
     "loop": ("block_attnres", LOOP),
     "Muon": ("attnres", MUON),
@@ -61,12 +60,23 @@ for name, args in json.loads({orders!r}):
 """
 
 
-def configuration(mixer: str, changes: dict[str, Any]) -> str:
+def runs_of(checkouts: list[Path]) -> Runs:
+    """By name: mechanism and changes of a run."""
+    names = [registered(checkout) for checkout in checkouts]
+    return {**{name: (name, {}) for name in sorted(set.intersection(*names))}, **COMBINED}
+
+
+def registered(checkout: Path) -> set[str]:
+    files = (checkout / "src" / "depthmix" / "mechanisms").glob("*.py")
+    found = {name for file in files for name in REGISTERED.findall(file.read_text())}
+    if "residual" not in found:
+        raise SystemExit(f"no registry of mechanisms in {checkout}")
+    return found
+
+
+def configuration(changes: dict[str, Any]) -> str:
     """As TOML. Files of format 2 name their defaults; here they are left out, so that a changed one shows."""
     tables: dict[str, dict[str, Any]] = {name: dict(part) for name, part in BASE.items()}
-    kinds = {"depth_attention": "model.kv_mixer", "value_residual": "model.kv_mixer"}
-    for name in mixer.split("+"):
-        tables[kinds.get(name, "model.mixer")] = {"name": name}
     for key, value in changes.items():
         table, _, field = key.rpartition(".")
         tables.setdefault(table, {})[field] = value
@@ -85,13 +95,13 @@ def write_text(folder: Path) -> None:
         (folder / f"{k}.txt").write_text(line)
 
 
-def write_orders(folder: Path) -> list[tuple[str, list[str]]]:
+def write_orders(folder: Path, runs: Runs) -> list[tuple[str, list[str]]]:
     """Text and configurations in a folder; the command line of each run in it."""
     write_text(folder / "text")
     orders = []
-    for k, (name, (mixer, changes)) in enumerate(RUNS.items()):
-        (folder / f"{k}.toml").write_text(configuration(mixer, changes))
-        orders.append((name, ["train", "--config", f"{k}.toml", "--folder", f"run-{k}"]))
+    for k, (name, (mixer, changes)) in enumerate(runs.items()):
+        (folder / f"{k}.toml").write_text(configuration(changes))
+        orders.append((name, ["train", "--config", f"{k}.toml", "--mixer", mixer, "--folder", f"run-{k}"]))
     return orders
 
 
@@ -133,16 +143,16 @@ def digests(run: Path) -> dict[str, str]:
 
 def train_both(checkouts: list[Path], folder: Path, threads: int) -> list[dict[str, dict[str, str]]]:
     """The digests of every run of each checkout."""
-    sides, processes = [], []
+    sides, processes, runs = [], [], runs_of(checkouts)
     for k, checkout in enumerate(checkouts):
         sides.append(folder / f"side-{k}")
-        orders = json.dumps(write_orders(sides[k]))
+        orders = json.dumps(write_orders(sides[k], runs))
         script = DRIVER.format(threads=threads, orders=orders, source=str(checkout / "src"))
         processes.append(start(checkout, script, sides[k], threads))
     codes = [process.wait() for process in processes]
     if any(codes):
         raise SystemExit("a side could not train; its message stands above")
-    return [{name: digests(side / f"run-{k}") for k, name in enumerate(RUNS)} for side in sides]
+    return [{name: digests(side / f"run-{k}") for k, name in enumerate(runs)} for side in sides]
 
 
 def print_table(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> int:

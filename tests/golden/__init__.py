@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import depthmix as dm
-from depthmix.mechanisms import is_kv
+from depthmix.mechanisms import is_kv, kv_mechanism, registry
 from depthmix.models import PRESETS
 from depthmix.training import TrainConfig, train
 from tests.runs import lines, tiny_run
@@ -53,9 +53,9 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 def resolved_mechanisms() -> dict[str, Any]:
     """Every option of each of depthmix's own mechanisms, as it comes by default and in its variants."""
     found: dict[str, Any] = {}
-    for name in sorted((*dm.mechanisms.registry.DEPTH, *dm.mechanisms.registry.KV)):
+    for name in sorted(registry.DEPTH | registry.KV):
         child = "kv_mixer" if is_kv(name) else "mixer"
-        get = dm.mechanisms.kv_mechanism if is_kv(name) else dm.mechanism
+        get = kv_mechanism if is_kv(name) else dm.mechanism
         for options in get(name).variants:
             config = dm.DecoderConfig.from_depth(12, **{child: {"name": name, **options}})
             asked = ", ".join(f"{key}={value}" for key, value in options.items())
