@@ -4,8 +4,7 @@ from importlib import import_module
 from types import ModuleType
 
 from depthmix import ops
-from depthmix.analysis import Trace, effective_rank, row_sums, semiseparable_rank, sinks
-from depthmix.analysis.trace import trace
+from depthmix.analysis import Trace, effective_rank, row_sums, semiseparable_rank, sinks, trace
 from depthmix.inference import DynamicCache, PreallocatedCache, generate
 from depthmix.mechanisms import (
     DepthMixer,

@@ -10,13 +10,13 @@ import tyro
 
 from depthmix.analysis.figures import new_figure
 from depthmix.cli.shared import Several, print_ending, resumable
-from depthmix.studies.arms import Grid, Size, equal_compute, make_arms
-from depthmix.studies.comparison import Comparison
+from depthmix.studies import Comparison, Grid, Size, make_arms, run_study
+from depthmix.studies.arms import equal_compute
 from depthmix.studies.comparison_figures import draw_comparison
 from depthmix.studies.comparison_page import LOSS_HEADINGS, loss_cells, render
 from depthmix.studies.page import describe_study
 from depthmix.studies.publish import check_target, write_study
-from depthmix.studies.study import compare_study, run_study
+from depthmix.studies.study import compare_study
 from depthmix.support.terminal import print_table
 
 

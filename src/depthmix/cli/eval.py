@@ -12,11 +12,12 @@ import torch
 import tyro
 from torch import Tensor
 
-from depthmix.data.tokenizers import TOKENIZER_FILE, BatchTokenizer, ByteTokenizer, FileTokenizer
+from depthmix.data import ByteTokenizer, FileTokenizer
+from depthmix.data.tokenizers import TOKENIZER_FILE, BatchTokenizer
 from depthmix.models import Decoder
 from depthmix.support.terminal import track
-from depthmix.training import Score, read_config, score
-from depthmix.training.build import check_tokens, open_corpus, open_run
+from depthmix.training import Score, open_corpus, read_config, score
+from depthmix.training.build import check_tokens, open_run
 from depthmix.training.build import export as export_model
 
 

@@ -16,7 +16,7 @@ import tyro
 from depthmix.cli.shared import Several
 from depthmix.data import load_tokenizer
 from depthmix.inference import TextStream, Tokenizer, stream
-from depthmix.models.io import load_model
+from depthmix.models import load_model
 from depthmix.support.terminal import say
 
 

@@ -9,7 +9,8 @@ import tyro
 
 from depthmix.analysis.figures import new_figure
 from depthmix.cli.shared import Several, print_ending, resumable
-from depthmix.studies.arms import Grid, Size, make_arms, per_parameter
+from depthmix.studies import Grid, Size, Study, make_arms, run_study
+from depthmix.studies.arms import per_parameter
 from depthmix.studies.page import describe_study
 from depthmix.studies.publish import check_target, write_study
 from depthmix.studies.scaling_page import (
@@ -21,7 +22,6 @@ from depthmix.studies.scaling_page import (
     read_points,
     render,
 )
-from depthmix.studies.study import Study, run_study
 from depthmix.support.terminal import print_table
 
 

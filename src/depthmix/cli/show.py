@@ -19,9 +19,8 @@ import tyro
 from depthmix.cli.list import describe, on_meta
 from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, is_kv, kv_mechanism, make_config, mechanism
 from depthmix.mechanisms.registry import naming_plugin
-from depthmix.models.counting import count_parameters
-from depthmix.models.presets import PRESETS
-from depthmix.models.presets import preset as find_preset
+from depthmix.models import PRESETS, count_parameters
+from depthmix.models import preset as find_preset
 from depthmix.support.checks import parse_value, split_pair
 from depthmix.support.terminal import console, styled
 

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from depthmix.data.sources import Piece
-from depthmix.inference.text import Tokenizer
+from depthmix.inference import Tokenizer
 from depthmix.support.checks import import_package, user_path
 from depthmix.support.files import digest, flush, read_object
 from depthmix.support.terminal import say

@@ -13,9 +13,8 @@ from typing import Any
 from depthmix.mechanisms import kv_mechanism, mechanism
 from depthmix.models import count_parameters
 from depthmix.support.checks import split_pair
-from depthmix.training.config import TrainConfig
-from depthmix.training.flops import flops_per_token
-from depthmix.training.overrides import check_excluding, override
+from depthmix.training import TrainConfig, flops_per_token, override
+from depthmix.training.overrides import check_excluding
 
 TIMES_PER_RUN = {
     "validate_every": 25,

@@ -18,9 +18,8 @@ import torch
 
 from depthmix.support.files import write_text
 from depthmix.support.terminal import Progress, describe_signal, end_children, say, start_child
-from depthmix.training.config import TrainConfig
-from depthmix.training.flops import flops_per_token
-from depthmix.training.folder import Result, finished_result, run_lock, stop_signals
+from depthmix.training import Result, TrainConfig, flops_per_token
+from depthmix.training.folder import finished_result, run_lock, stop_signals
 
 LOG, ASKED = "log.txt", "asked.toml"
 PAUSE = 0.5  # seconds between looks at the children

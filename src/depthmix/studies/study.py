@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthmix.data.corpus import Corpus
+from depthmix.data import Corpus
 from depthmix.studies.arms import Arm, with_changes
 from depthmix.studies.comparison import Comparison, Run, compare, read_run
 from depthmix.studies.runs import Pool, Task, threads_per_run
 from depthmix.support.checks import check_range
-from depthmix.training.build import check_apart, open_corpus
-from depthmix.training.config import TrainConfig
+from depthmix.training import TrainConfig, open_corpus
+from depthmix.training.build import check_apart
 
 MOST = 1000  # seeds, and runs at once
 
