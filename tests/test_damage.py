@@ -116,3 +116,12 @@ def test_a_complete_run_is_only_read(run: Path) -> None:
     assert main(["train", "--folder", str(run), "--set", "run.keep=7"]) == 0
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
     assert json.loads((run / "result.json").read_text())["format"] == 2
+
+
+@pytest.mark.parametrize("value", [0, -1, "many", None, [1]])
+def test_a_cost_that_is_no_number_above_zero_is_named(value: object, tmp_path: Path) -> None:
+    costs = {"flops": 1, "tokens_per_second": 2.0, "peak_memory_bytes": 3, "parameters": value}
+    (tmp_path / "result.json").write_text(json.dumps(costs))
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"result\.json is damaged: parameters=.*expected a finite number above 0"):
+        read_run(tmp_path, arm="residual", seed=0, lr=1e-3)

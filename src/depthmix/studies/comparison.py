@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from depthmix.studies.statistics import CONFIDENCE, POWER, Estimate, estimate, interpolate, ratio
+from depthmix.support.checks import is_finite
 from depthmix.support.files import format_of, read_lines, read_object
 
 Axis = Literal["tokens", "seconds", "flops"]
@@ -53,11 +54,13 @@ def read_run(folder: Path, *, arm: str, seed: int, lr: float) -> Run:
     costs = ("flops", "tokens_per_second", "peak_memory_bytes", "parameters")
     result = read_object(folder / "result.json", AGAIN, costs)
     format_of(result, folder / "result.json")
+    check_numbers(folder / "result.json", result, costs, above_zero=True)
     path = folder / "metrics.jsonl"
     lines = [line for line in read_lines(path, AGAIN) if line.get("kind") == "validation"]
     for line in lines:
         if missing := [name for name in ("tokens", "seconds", "loss") if name not in line]:
             raise ValueError(f"{path} is damaged: a validation lacks {', '.join(missing)}. {AGAIN}")
+        check_numbers(path, line, ("tokens", "seconds", "loss"))
     points = [line for line in lines if line["tokens"] > 0]
     if not points:
         raise ValueError(f"{path} holds no validation; expected one at the end of the run at least. {AGAIN}")
@@ -74,6 +77,14 @@ def read_run(folder: Path, *, arm: str, seed: int, lr: float) -> Run:
         lr=lr,
         folder=str(folder),
     )
+
+
+def check_numbers(path: Path, content: Mapping[str, Any], names: Sequence[str], above_zero: bool = False) -> None:
+    for name in names:
+        value = content[name]
+        if not is_finite(value) or (above_zero and value <= 0):
+            expected = "a finite number above 0" if above_zero else "a finite number"
+            raise ValueError(f"{path} is damaged: {name}={value!r}; expected {expected}. {AGAIN}")
 
 
 @dataclass(frozen=True, kw_only=True)

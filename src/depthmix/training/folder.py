@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.models.io import check_weights
+from depthmix.support.checks import check_fields
 from depthmix.support.files import format_of, lock, parse_toml, read_object, read_text, write_text
 from depthmix.training import ranks
 from depthmix.training.build import RESULT_AGAIN, read_config
@@ -46,6 +47,9 @@ class Result:
     mixer: Mapping[str, Any] | None = None  # with every option; None in results of format 1
     kv_mixer: Mapping[str, Any] | None = None
     format: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @contextmanager
@@ -108,7 +112,7 @@ def finished_result(config: TrainConfig) -> Result | None:
     format_of(content, path)
     try:
         result = Result(**content)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}). {RESULT_AGAIN}") from error
     if result.config_digest not in (config.digest, old_digest(folder / CONFIG) if result.format == 1 else None):
         raise ValueError(f"{path} is of another configuration than {CONFIG} beside it. Choose another folder")
