@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from depthmix.mechanisms import registry
 from depthmix.training import TrainConfig
-from depthmix.training.config import mechanisms
+from depthmix.training.dial import split_mixer
 from tools import path_lengths, same_results
 
 
@@ -21,7 +21,7 @@ def test_the_compared_runs_reach_every_mechanism_and_are_configurations_of_this_
     assert {name for mixer, _ in runs.values() for name in mixer.split("+")} == set(registry.DEPTH | registry.KV)
     for name, (mixer, changes) in runs.items():
         config = TrainConfig.from_toml(same_results.configuration(changes))
-        assert mechanisms(mixer)
+        assert split_mixer(mixer)
         assert (config.optimizer.name == "muon") == ("Muon" in name)
         assert (config.run.precision == "bfloat16") == ("bfloat16" in name)
         assert (config.model.moe is not None) == ("experts" in name)

@@ -19,7 +19,7 @@ from depthmix.cli import main
 from depthmix.mechanisms import kv_mechanism
 from tests.reference import depth_attention as reference
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "own_attention.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "own_attention.py"
 EACH_KV = pytest.mark.parametrize("name", dm.list_mechanisms(kind="kv"))
 
 

@@ -313,7 +313,7 @@ def test_a_damaged_result_is_made_again_and_other_data_has_its_own_folder(text: 
 def test_the_demo_ends_with_the_page_and_what_each_model_writes(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
     small = [word for key, value in SMALL.items() if key != "run.steps" for word in ("--set", f"{key}={value}")]
     given = ["out", "--depth", "2", "--dim", "16", "--tokens", "640", "--tokenizer", "bpe:300", "--data", str(text)]
-    script = Path(__file__).parents[1] / "examples" / "compare_demo.py"
+    script = Path(__file__).parents[2] / "examples" / "compare_demo.py"
     assert subprocess.run([sys.executable, script, *given, *small], check=False).returncode == 0
     out = capfd.readouterr().out
     assert "the whole page: out/comparison.md" in out
@@ -354,7 +354,7 @@ def test_a_rate_of_an_arm_that_is_none_is_refused(
 def test_the_demo_trains_each_arm_at_its_best_rate_of_the_published_sweep() -> None:
     from examples.compare_demo import RATES
 
-    page = Path(__file__).parents[1] / "docs/results/demo_rates.md"
+    page = Path(__file__).parents[2] / "docs/results/demo_rates.md"
     cells = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()]
     table = [row for row in cells if len(row) > 2 and row[0] in ("arm", *RATES)]
     rates = [float(word) for word in table[0][1:]]

@@ -25,7 +25,7 @@ from depthmix.training.folder import finished_result
 from depthmix.training.identity import difference
 from tests.runs import lines, tiny_run
 
-OLD = Path(__file__).parent / "fixtures" / "v0_1_0"
+OLD = Path(__file__).parents[1] / "fixtures" / "v0_1_0"
 MODELS = sorted(path.name for path in (OLD / "models").iterdir())
 ALL = [*list_mechanisms(), *list_mechanisms(kind="kv")]
 
@@ -241,7 +241,7 @@ def test_the_digest_of_a_run_of_0_1_0_is_known_whatever_options_it_was_given(run
 
 
 def test_the_published_runs_of_0_1_0_keep_their_digests() -> None:
-    folders = sorted((Path(__file__).parent.parent / "docs" / "results" / "first_study" / "runs").iterdir())
+    folders = sorted((Path(__file__).parents[2] / "docs" / "results" / "first_study" / "runs").iterdir())
     assert folders
     with other_defaults():
         for folder in folders:

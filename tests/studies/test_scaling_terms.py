@@ -12,7 +12,7 @@ from depthmix.cli.scaling import print_scaling
 from depthmix.studies.page import Provenance
 from depthmix.studies.scaling import Law
 from depthmix.studies.scaling_page import fit_scaling, render
-from tests.test_scaling import COMPUTE, point
+from tests.studies.test_scaling import COMPUTE, point
 
 ABOUT = Provenance(command="depthmix scaling", machine="a machine", data="stdlib")
 

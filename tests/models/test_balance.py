@@ -84,7 +84,7 @@ def test_two_ranks_learn_what_one_process_learns_from_their_rows(tmp_path: Path)
     """Under FSDP2 as training shards, with and without activation checkpointing. The rows are micro-batches of the one
     process, since the auxiliary loss is not linear in the batch."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.test_balance"])
+    context.set_forkserver_preload(["tests.models.test_balance"])
     processes = [context.Process(target=one_rank, args=(rank, str(tmp_path))) for rank in range(RANKS)]
     for process in processes:
         process.start()

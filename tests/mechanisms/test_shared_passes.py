@@ -16,7 +16,7 @@ from depthmix.analysis.invariants import make_probe
 from depthmix.cli import main
 from depthmix.mechanisms.attnres import two_phase_traffic
 from depthmix.ops.attend import native, torch_form
-from tests.test_two_phase import BACKENDS, compare, counted
+from tests.mechanisms.test_two_phase import BACKENDS, compare, counted
 
 FAMILY = ("attnres", "block_attnres", "delta_attnres")
 

@@ -30,7 +30,7 @@ from depthmix.mechanisms.ddl import readout_matrix
 from depthmix.mechanisms.linear_attention import LinearCoeff, Written
 from tests.reference import ddl as transcribed_ddl
 
-PAGE = Path(__file__).parents[1] / "docs" / "duality.md"
+PAGE = Path(__file__).parents[2] / "docs" / "duality.md"
 TOLERANCE = 1e-12
 
 NETWORKS = {

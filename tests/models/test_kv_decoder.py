@@ -16,8 +16,8 @@ from torch import Tensor
 
 import depthmix as dm
 from tests.cases import EVERY_MECHANISM, label
+from tests.mechanisms.test_kv import EVERY_KV, KV, close, expected, gradients
 from tests.reference import decoder as reference_decoder
-from tests.test_kv import EVERY_KV, KV, close, expected, gradients
 
 Case = tuple[str, dict[str, Any]]
 

@@ -18,7 +18,7 @@ import depthmix as dm
 from depthmix.mechanisms import base
 from tests.cases import EVERY_MECHANISM
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DIM, DEPTH = 8, 12
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")),
          *sorted((ROOT / "docs" / "mechanisms").glob("*.md"))]  # fmt: skip

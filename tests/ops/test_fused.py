@@ -26,7 +26,7 @@ from depthmix.analysis.invariants import make_probe, verify
 from depthmix.ops import ReadOptions
 from depthmix.ops.attend import dispatch, fused, native, torch_form
 from tests import fla_stand_in
-from tests.test_two_phase import counted, rows_and_gradients
+from tests.mechanisms.test_two_phase import counted, rows_and_gradients
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
