@@ -46,6 +46,7 @@ class TwoPhaseAttention(SourceAttention):
         super().__init__(site, config)
         self.settled = self.finished(config, site)
         self.is_mixture = config.single_softmax and self.attends(site)
+        self.options, self.counts_sources = config.read_options, config.counts_sources
 
     def bind(self, following: Sequence[DepthMixer]) -> None:
         size = self.group_size(self.config, self.site.depth)
@@ -72,7 +73,7 @@ class TwoPhaseAttention(SourceAttention):
             return super().read(state)
         self.check_state(state)
         sources, derived = state[: self.expects.essential], state[self.expects.essential :]
-        query, options = self.folded(), self.config.read_options
+        query, options = self.folded(), self.options
         if len(derived) % 2:  # cut in the middle of a pair
             derived = ()
         to_share = derived or (self.settled > 1 and len(self.readers) > 1)
@@ -80,18 +81,17 @@ class TwoPhaseAttention(SourceAttention):
             h, waiting = self.read_ahead(sources, derived, query)
         else:
             h, waiting = ops.read_one(sources, query, options), ()
-        return (h * len(sources) if self.config.counts_sources else h), waiting
+        return (h * len(sources) if self.counts_sources else h), waiting
 
     def read_ahead(self, sources: State, derived: State, query: Tensor) -> tuple[Tensor, State]:
         """Phase 1 where its results are not here yet, then phase 2; what later sites of the group will use."""
-        options = self.config.read_options
         if not derived:
             queries = torch.cat([reader.folded() for reader in self.readers])
-            mixed, lse = ops.read_many(sources[: self.settled], queries, options=options)
+            mixed, lse = ops.read_many(sources[: self.settled], queries, options=self.options)
             derived = tuple(tensor for pair in zip(mixed, lse, strict=True) for tensor in pair)
         h, lse_here, *waiting = derived
         if recent := sources[self.settled :]:
-            (h,), _ = ops.read_many(recent, query, (h, lse_here), options=options)
+            (h,), _ = ops.read_many(recent, query, (h, lse_here), options=self.options)
         return h, tuple(waiting)
 
     def write(self, state: State, carry: Any, y: Tensor) -> State:

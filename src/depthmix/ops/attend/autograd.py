@@ -18,21 +18,6 @@ from torch import Tensor
 
 from depthmix.ops.attend import reference
 from depthmix.ops.attend.options import ReadOptions
-from depthmix.ops.attend.reference import Reads
-
-
-def attend(
-    backend: ModuleType,
-    sources: Sequence[Tensor],
-    folded: Tensor,
-    prior: tuple[Tensor, Tensor] | None,
-    options: ReadOptions,
-) -> Reads:
-    """As `reference.attend`, by a closed form."""
-    h, lse = prior or (None, None)
-    out = Attend.apply(backend, options, folded, h, lse, *sources)
-    queries = folded.shape[0]
-    return out[:queries], out[queries:]
 
 
 class Attend(torch.autograd.Function):

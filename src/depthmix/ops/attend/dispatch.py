@@ -20,7 +20,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from depthmix.ops.attend import autograd, compiled, fused, native, reference, torch_form
+from depthmix.ops.attend import compiled, fused, native, reference, torch_form
+from depthmix.ops.attend.autograd import Attend
 from depthmix.ops.attend.options import DEFAULT, ReadOptions
 from depthmix.ops.attend.reference import Reads
 from depthmix.ops.backend import Backend, chosen, forced, functional, traced_by_torch
@@ -48,7 +49,7 @@ def read_one(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions = D
     Apart from `read_many` because a kernel that gives no log-sum-exp can serve it.
     """
     if not traced_by_torch() and takes_fused(sources, folded, options):
-        return fused.read_one(sources, cast_queries(folded, sources), options)
+        return fused.read_one(sources, folded, options)
     (h,), _ = read_many(sources, folded, options=options)
     return h
 
@@ -63,7 +64,7 @@ def read_many(
 
     With one query a prior may join, the result (h, lse) over other sources: phase 2 of the two-phase computation.
     """
-    folded = cast_queries(folded, sources)
+    folded = folded.to(accumulator(sources[0].dtype))  # logits are computed as sources are accumulated
     if traced_by_torch():
         by_operator = takes_operator([*sources, folded, *(prior or ())])
         form = compiled.attend_by_operator if by_operator else compiled.attend
@@ -72,12 +73,8 @@ def read_many(
         return reference.attend(sources, folded, prior, options)
     folded = folded.contiguous()
     backend = closed_form_for([*sources, folded, *(prior or ())])
-    return autograd.attend(backend, sources, folded, prior, options)
-
-
-def cast_queries(folded: Tensor, sources: Sequence[Tensor]) -> Tensor:
-    """Logits are computed in the dtype in which the sources are accumulated."""
-    return folded.to(accumulator(sources[0].dtype))
+    out = Attend.apply(backend, options, folded, *(prior or (None, None)), *sources)
+    return out[: len(folded)], out[len(folded) :]
 
 
 def sharing_pays(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions = DEFAULT) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.attend.options import ReadOptions
+from depthmix.ops.reference import accumulator
 
 MODULE = "fla.ops.attnres"
 INSTALL = "pip install 'depthmix[kernels]'"
@@ -71,7 +72,7 @@ def obstacle(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions) ->
 
 def read_one(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions) -> Tensor:
     """h [..., D] of one folded query [1, D], differentiable once by the kernel's own backward pass."""
-    query = folded.squeeze(0)
+    query = folded.squeeze(0).to(accumulator(sources[0].dtype))
     ones = torch.ones_like(query)  # the key weight is in the query already: only their product enters the kernel
     h: Tensor = load()[0](query, tuple(sources), ones, rms_eps=options.eps, scale=options.scale)
     if h.requires_grad:
