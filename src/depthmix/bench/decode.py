@@ -22,12 +22,12 @@ def run(
     plain = Decoder(DecoderConfig(**model)).eval()
     timed: dict[str, Callable[[], None]] = {}
     for name, options in {BASELINE: {}, **mixers}.items():
-        own = (
+        decoder = (
             plain
             if name == BASELINE
             else sharing(plain, DecoderConfig(**model, mixer=Choice.of({"name": name, **options})))
         )
-        timed[name] = make_decode(own, name, batch, capacity, compiled)
+        timed[name] = make_decode(decoder, name, batch, capacity, compiled)
     label = "compiled decode" if compiled else "decode"
     return {label: ratios(with_control(timed), rounds, label)}
 
@@ -62,8 +62,8 @@ def run_values(
     row = torch.randint(plain.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
     timed: dict[str, Callable[[], None]] = {}
     for name in (BASELINE, *kv_mixers):
-        own = plain if name == BASELINE else sharing(plain, DecoderConfig(**model, kv_mixer=Choice.of(name)))
-        timed[name] = make_step(own, row)
+        decoder = plain if name == BASELINE else sharing(plain, DecoderConfig(**model, kv_mixer=Choice.of(name)))
+        timed[name] = make_step(decoder, row)
     return {"value step": ratios(with_control(timed), rounds, "value step")}
 
 

@@ -96,8 +96,8 @@ def labelled(series: dict[str, dict[str, Row]], title: str, unit: str) -> tuple[
         points(axis, [*rows.values()], at, k, label)
         for row, y in zip(rows.values(), at, strict=True):
             if row.bound is not None:
-                told = "" if bounded else "aimed at: at most"
-                axis.vlines(row.bound, y - height / 2, y + height / 2, **BOUND, label=told)
+                label_once = "" if bounded else "aimed at: at most"
+                axis.vlines(row.bound, y - height / 2, y + height / 2, **BOUND, label=label_once)
                 bounded = True
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.4, -0.6)

@@ -67,12 +67,12 @@ def kept_bytes_per_token(name: str, options: Mapping[str, Any], size: Size) -> f
 
 def kept_bytes(model: nn.Module, x: Tensor, **inputs: Any) -> float:
     """Bytes a token of the storages that the graph of `model(x)` holds, each counted once; not parameters, not x."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {x.untyped_storage().data_ptr()}
+    excluded = {p.untyped_storage().data_ptr() for p in model.parameters()} | {x.untyped_storage().data_ptr()}
     storages: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         held = tensor.detach()  # an output that holds its own graph would never be freed
-        if held.untyped_storage().data_ptr() not in own:
+        if held.untyped_storage().data_ptr() not in excluded:
             storages[held.untyped_storage().data_ptr()] = held
         return held
 

@@ -109,18 +109,26 @@ def run_jobs(jobs: Sequence[Job], journal: Path | None = None) -> list[Any]:
 
 def mark_of(job: Job, number: int) -> str:
     """Of a job, its place, and the code that it runs."""
-    about = [job.label, job.target, dict(job.arguments), job.keep, torch.get_num_threads(), torch.__version__, number]
-    return hashlib.sha256(f"{json.dumps(about)} {code()}".encode()).hexdigest()
+    identity = [
+        job.label,
+        job.target,
+        dict(job.arguments),
+        job.keep,
+        torch.get_num_threads(),
+        torch.__version__,
+        number,
+    ]
+    return hashlib.sha256(f"{json.dumps(identity)} {code()}".encode()).hexdigest()
 
 
 @functools.cache
 def code() -> str:
     """A digest of this package."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*")):
         if path.suffix in (".py", ".cpp"):
-            found.update(path.read_bytes())
-    return found.hexdigest()
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def read_journal(journal: Path | None) -> dict[str, Any]:
@@ -132,8 +140,8 @@ def read_journal(journal: Path | None) -> dict[str, Any]:
         else ()
     ):
         with suppress(ValueError, KeyError, TypeError):
-            found = json.loads(line)
-            known[found["job"]] = found["result"]
+            entry = json.loads(line)
+            known[entry["job"]] = entry["result"]
     return known
 
 
@@ -151,9 +159,9 @@ def stopwatch() -> Iterator[Callable[[], float]]:
 
 def merged(results: Iterable[Mapping[str, Mapping[str, list[float]]]]) -> dict[str, dict[str, list[list[float]]]]:
     """Of {group: {variant: ratios}} of several processes: {group: {variant: [ratios of each process]}}."""
-    found: dict[str, dict[str, list[list[float]]]] = {}
+    groups: dict[str, dict[str, list[list[float]]]] = {}
     for result in results:
         for group, variants in result.items():
             for what, ratios in variants.items():
-                found.setdefault(group, {}).setdefault(what, []).append(ratios)
-    return found
+                groups.setdefault(group, {}).setdefault(what, []).append(ratios)
+    return groups

@@ -27,10 +27,10 @@ def run(group: str, rounds: int, sources: int, tokens: int, dim: int) -> dict[st
     for name, read in everyone.items():
         check_same_work(name, read)
     times = measure(read_variants(everyone, sources, tokens, dim), rounds=rounds, warmup=2, progress=progress("read"))
-    found = {name: paired(times, name, "pass") for name in times if name != "pass"}
+    ratios = {name: paired(times, name, "pass") for name in times if name != "pass"}
     if NAIVE in everyone:
-        found[f"{OURS} against {NAIVE}, {BOTH}"] = paired(times, f"{OURS}, {BOTH}", f"{NAIVE}, {BOTH}")
-    return {group: found}
+        ratios[f"{OURS} against {NAIVE}, {BOTH}"] = paired(times, f"{OURS}, {BOTH}", f"{NAIVE}, {BOTH}")
+    return {group: ratios}
 
 
 def sample(sources: int, tokens: int, dim: int) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:

@@ -57,10 +57,10 @@ class TwoPhaseAttention(SourceAttention):
     def with_derived(self, spec: StateSpec, site: Site) -> StateSpec:
         """`spec` of the essential tensors with what phase 1 left behind them."""
         size = self.group_size(self.config, site.depth)
-        place = site.index % size
-        if not self.in_two_phases(self.config, site.depth) or not place or self.finished(self.config, site) <= 1:
+        position = site.index % size
+        if not self.in_two_phases(self.config, site.depth) or not position or self.finished(self.config, site) <= 1:
             return spec
-        waiting = min(size - place, site.depth + 1 - site.index)
+        waiting = min(size - position, site.depth + 1 - site.index)
         derived: tuple[tuple[int, ...], ...] = ((site.dim,), ()) * waiting
         return StateSpec(spec.shapes + derived, spec.essential, spec.sealed)
 

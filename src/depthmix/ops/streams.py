@@ -91,8 +91,8 @@ def replayed(plain: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad
     """Gradients of the plain form with a graph of their own: its derivative is the second one."""
     with torch.enable_grad():
         wanted = [t for t in inputs if t is not None and t.requires_grad]
-        found = iter(torch.autograd.grad(plain(*inputs), wanted, grad, create_graph=True, allow_unused=True))
-    return tuple(next(found) if t is not None and t.requires_grad else None for t in inputs)
+        gradients = iter(torch.autograd.grad(plain(*inputs), wanted, grad, create_graph=True, allow_unused=True))
+    return tuple(next(gradients) if t is not None and t.requires_grad else None for t in inputs)
 
 
 def together(*tensors: Tensor | None) -> torch.dtype:
@@ -248,7 +248,7 @@ class WeightedSum(torch.autograd.Function):
     def forward(ctx: Any, count: int, *inputs: Tensor | None) -> Tensor:
         tensors, weights = inputs[:count], inputs[count:]
         ctx.save_for_backward(*(None if w is None else x for x, w in zip(tensors, weights, strict=True)), *weights)
-        ctx.count, ctx.about = count, [(x.shape, x.dtype) for x in tensors if x is not None]
+        ctx.count, ctx.layouts = count, [(x.shape, x.dtype) for x in tensors if x is not None]
         return reference.weighted_sum(tensors, weights)  # type: ignore[arg-type]
 
     @staticmethod
@@ -258,7 +258,7 @@ class WeightedSum(torch.autograd.Function):
         g = wide(grad)
         of_tensors: list[Tensor | None] = []
         of_weights: list[Tensor | None] = []
-        for i, (x, w, (shape, dtype)) in enumerate(zip(tensors, weights, ctx.about, strict=True)):
+        for i, (x, w, (shape, dtype)) in enumerate(zip(tensors, weights, ctx.layouts, strict=True)):
             own, weight = ctx.needs_input_grad[1 + i], ctx.needs_input_grad[1 + ctx.count + i]
             of_tensors.append((g if w is None else g * w).sum_to_size(shape).to(dtype) if own else None)
             of_weights.append(like(g * x, w) if weight else None)

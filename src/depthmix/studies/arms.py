@@ -154,7 +154,9 @@ def variants(grid: Grid, size: Size) -> Iterator[tuple[str, TrainConfig]]:
     """Name and configuration of every mechanism with every choice of the options that it has."""
     for mixer in grid.mixers:
         model: dict[str, Any] = {} if size.dim is None else {"dim": size.dim}
-        config = TrainConfig.from_dial(size.depth, mixer, tokenizer=grid.tokenizer, **model)
+        config = TrainConfig.from_dial(
+            size.depth, mixer, tokenizer=grid.tokenizer, tokens=1, **model
+        )  # steps come later
         config = override(config, "data.source", grid.data)
         for key, value in grid.settings.items():
             config = override(config, key, value) if applies(config, key) else config
@@ -185,7 +187,7 @@ def check_keys(grid: Grid) -> None:
         raise ValueError("a study needs at least one mechanism and one size")
     if len(set(grid.sizes)) < len(grid.sizes):
         raise ValueError(f"sizes {', '.join(map(str, grid.sizes))}; expected each once")
-    bases = [TrainConfig.from_dial(2, mixer, tokenizer=grid.tokenizer) for mixer in grid.mixers]
+    bases = [TrainConfig.from_dial(2, mixer, tokenizer=grid.tokenizer, tokens=1) for mixer in grid.mixers]
     for config in bases:
         check_excluding(config, (*grid.sweeps, *grid.settings))
     for key in (*grid.sweeps, *grid.settings):
