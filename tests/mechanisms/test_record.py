@@ -322,3 +322,12 @@ def test_files_of_a_model_need_no_warning_and_a_foreign_record_is_refused(tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(about))
     with pytest.raises(ValueError, match="num_blocks is 3 there and 2 here"):
         model_io.load_model(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_state_dict_whose_tensors_were_all_cast_still_knows_its_options(dtype: torch.dtype) -> None:
+    saved = dm.DepthStack("block_attnres", dim=8, depth=12, num_blocks=4).state_dict()
+    cast = {name: tensor.to(dtype) for name, tensor in saved.items()}
+    dm.DepthStack("block_attnres", dim=8, depth=12, num_blocks=4).load_state_dict(cast)
+    with pytest.raises(ValueError, match="num_blocks is 4 there and 3 here"):
+        dm.DepthStack("block_attnres", dim=8, depth=12, num_blocks=3).load_state_dict(cast)

@@ -351,6 +351,13 @@ def test_a_rate_of_an_arm_that_is_none_is_refused(
     assert not Path("study").exists()
 
 
+def test_two_rates_for_one_arm_are_refused(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    twice = ["--lr-of", "residual=1e-3", "--lr-of", "residual=2e-3"]
+    assert main([*arguments(text, "residual"), *twice]) == 2
+    assert "residual has two rates, 0.001 and 0.002; expected one --lr-of for each" in capsys.readouterr().err
+    assert not Path("study").exists()
+
+
 def test_the_demo_trains_each_arm_at_its_best_rate_of_the_published_sweep() -> None:
     from examples.compare_demo import RATES
 

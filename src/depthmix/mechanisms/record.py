@@ -93,7 +93,10 @@ class Recorded(nn.Module):
 
 def decode(state: Any) -> dict[str, Any]:
     try:
-        options = json.loads(bytes(state.tolist()))
+        data = state.to(torch.uint8)  # a script may have cast all tensors to one dtype, which keeps these numbers
+        if not torch.equal(data.to(state.dtype), state):
+            raise ValueError("its numbers are no bytes")
+        options = json.loads(bytes(data.tolist()))
         number = options.pop("format")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(

@@ -82,7 +82,13 @@ class Grid:
                 raise ValueError(f"{key} is varied twice; expected all its values in one --sweep")
             sweeps[key] = values
         pairs = dict(split_pair(text, "optimizer.weight_decay=0.1") for text in settings)
-        by_mixer = dict(map(parse_rate, rates))
+        by_mixer: dict[str, float] = {}
+        for mixer, rate in map(parse_rate, rates):
+            if mixer in by_mixer:
+                raise ValueError(
+                    f"{mixer} has two rates, {by_mixer[mixer]:g} and {rate:g}; expected one --lr-of for each"
+                )
+            by_mixer[mixer] = rate
         return cls(
             mixers=mixers, sizes=sizes, sweeps=sweeps, settings=pairs, rates=by_mixer, data=data, tokenizer=tokenizer
         )
