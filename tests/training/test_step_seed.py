@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from depthmix.support.files import seed_of
-from depthmix.training import TrainConfig, checkpoint, loop, ranks, resume
+from depthmix.training import TrainConfig, checkpoint, loop, override, ranks, resume
+from depthmix.training.build import initial_model
 from depthmix.training.manifest import path_of
 from depthmix.training.run import Run
 from tests.runs import tiny_run
@@ -130,3 +131,22 @@ def test_a_restart_has_the_numbers_and_rows_that_were_to_come(config: TrainConfi
     run.close()
     assert same(seen, alone[2 * 2 :])
     assert not same(seen, alone[: 3 * 2])
+
+
+def test_another_seed_of_weights_keeps_the_order_of_the_data(config: TrainConfig) -> None:
+    other = override(config, "run.weights_seed", 1)
+    assert same(steps(config, 3), steps(other, 3))
+    start, anew = (dict(initial_model(c).named_parameters()) for c in (config, other))
+    assert not torch.equal(start["embed.weight"], anew["embed.weight"])
+    assert config.digest != other.digest
+    assert config.digest == override(other, "run.weights_seed", 0).digest
+
+
+def test_a_seed_of_weights_is_not_a_seed_of_the_run(config: TrainConfig) -> None:
+    """Weights of (seed, weights_seed) belong to no other pair: a control never repeats another run."""
+    drawn = [
+        initial_model(override(override(config, "run.seed", seed), "run.weights_seed", draw)).embed.weight
+        for seed in range(3)
+        for draw in range(3)
+    ]
+    assert len({weight[0, 0].item() for weight in drawn}) == 9

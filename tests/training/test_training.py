@@ -171,13 +171,6 @@ def test_each_parameter_is_in_exactly_one_group(name: str, kv: str | None, tmp_p
     assert len([*optimizers.parameters()]) == len(found)
 
 
-def test_a_torch_without_muon_is_told_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.optim, "Muon")
-    config = tiny_run(tmp_path / "run", optimizer__name="muon")
-    with pytest.raises(ValueError, match=r"needs torch 2\.9 or newer, and this is .*optimizer\.name=adamw"):
-        Optimizers(initial_model(config), config.optimizer)
-
-
 def test_a_device_that_is_not_here_is_named(tmp_path: Path) -> None:
     for name in ("abacus", "meta", "cuda"):
         if name == "cuda" and torch.cuda.is_available():

@@ -146,7 +146,8 @@ def resolve_config(
             sizes["dim"] = dim
         tokenizer = keys.get("data.tokenizer", "bytes")
         dial = 12 if depth is None else depth
-        config = TrainConfig.from_dial(dial, mixer or "residual", tokenizer=tokenizer, **sizes)
+        optimizer = keys.get("optimizer.name", "muon")
+        config = TrainConfig.from_dial(dial, mixer or "residual", tokenizer=tokenizer, optimizer=optimizer, **sizes)
     for key, value in [*pairs, *([] if folder is None else [("run.folder", str(folder))])]:
         config = override(config, key, value)
     check_excluding(config, keys)

@@ -93,6 +93,7 @@ class DecoderConfig:
     key_norm: Literal["before_rope", "after_rope"] = "before_rope"
     tie_embeddings: bool = False
     init_std: float = 0.02
+    output_init: float = 1.0  # deviation of the projections that end a sublayer, over init_std
     moe: MoEConfig | None = None
     loop: LoopConfig | None = None
     mixer: Choice = Choice(name="residual")
@@ -113,6 +114,7 @@ class DecoderConfig:
         check_positive("norm_eps", self.norm_eps)
         check_positive("rope_theta", self.rope_theta)
         check_range("init_std", self.init_std, 0)
+        check_range("output_init", self.output_init, 0)
         if self.head_dim is None:
             check_divides("heads", self.heads, self.dim)
         check_divides("kv_heads", self.num_kv_heads, self.heads, of="the query heads, heads")
@@ -166,12 +168,11 @@ class DecoderConfig:
 
     @classmethod
     def from_depth(cls, depth: int, **overrides: Any) -> DecoderConfig:
-        """One dial: `depth` sublayers of width 32·depth, heads of 64 channels, bytes as tokens."""
+        """One dial: `depth` sublayers of width 32·depth, heads as `dial_heads` derives them, bytes as tokens."""
         if not isinstance(depth, int) or isinstance(depth, bool) or not 2 <= depth <= MOST_DEPTH or depth % 2:
             raise ValueError(f"depth={depth!r}; expected an even number of sublayers, 2 to {MOST_DEPTH}")
         dim = overrides.get("dim", -(-32 * depth // 64) * 64)
-        heads = max(1, dim // 64)
-        derived = {"dim": dim, "heads": heads, "hidden": -(-8 * dim // (3 * 64)) * 64}
+        derived = {"dim": dim, "heads": dial_heads(dim), "hidden": -(-8 * dim // (3 * 64)) * 64}
         return cls(**{"vocab_size": 256, "layers": depth // 2, **derived, **overrides})
 
     def to_dict(self) -> dict[str, Any]:
@@ -232,6 +233,13 @@ class DecoderConfig:
         if missing := sorted(needed - set(given)):
             raise ValueError(f"fields {', '.join(missing)} are missing")
         return cls(**given)
+
+
+def dial_heads(dim: int) -> int:
+    """Heads of about 64 channels, below a width of 256 of about 32: with one or two heads the losses of seeds differ
+    several times as much."""
+    most = max(1, dim // (64 if dim >= 256 else 32))
+    return next((heads for heads in range(most, 1, -1) if dim % (2 * heads) == 0), 1)
 
 
 def without_defaults(cls: type[MixerConfig], options: Mapping[str, Any], sizes: dict[str, int]) -> Mapping[str, Any]:

@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from depthmix.models.decoder import Decoder
 
 NORMAL = "normal, with the configuration's init_std"
+OUTPUT = "normal, with init_std · output_init"
 ONE, ZERO = "1", "0"
 TABLE: tuple[tuple[str, str], ...] = (
     (r"embed\.weight|head\.weight", NORMAL),
     (r"(.*\.)?(norm|q_norm|k_norm)\.weight", ONE),
-    (r"sublayers\.\d+\.[qkvo]_proj\.weight", NORMAL),
-    (r"sublayers\.\d+\.(shared\.)?(gate|up|down)_proj(\.weight)?", NORMAL),
+    (r"sublayers\.\d+\.[qkv]_proj\.weight", NORMAL),
+    (r"sublayers\.\d+\.o_proj\.weight", OUTPUT),
+    (r"sublayers\.\d+\.(shared\.)?(gate|up)_proj(\.weight)?", NORMAL),
+    (r"sublayers\.\d+\.(shared\.)?down_proj(\.weight)?", OUTPUT),
     (r"sublayers\.\d+\.router\.weight", NORMAL),
 )
 
@@ -40,9 +43,10 @@ def initialise(model: Decoder, seed: int | None = None) -> None:
         if name.startswith(("depth.", "kv_mixers.")):
             continue
         start = start_of(name)
-        if start == NORMAL:
+        if start in (NORMAL, OUTPUT):
+            std = model.config.init_std * (model.config.output_init if start == OUTPUT else 1.0)
             generator = None if seed is None else torch.Generator().manual_seed(seed_of(seed, name))
-            parameter.normal_(std=model.config.init_std, generator=generator)
+            parameter.normal_(std=std, generator=generator)
         else:
             parameter.fill_(float(start))
 

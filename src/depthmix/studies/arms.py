@@ -14,6 +14,7 @@ from depthmix.mechanisms import kv_mechanism, mechanism
 from depthmix.models import count_parameters
 from depthmix.support.checks import split_pair
 from depthmix.training import TrainConfig, flops_per_token, override
+from depthmix.training.dial import learning_rate
 from depthmix.training.overrides import check_excluding
 
 TIMES_PER_RUN = {
@@ -166,12 +167,16 @@ def variants(grid: Grid, size: Size) -> Iterator[tuple[str, TrainConfig]]:
         config = override(config, "data.source", grid.data)
         for key, value in grid.settings.items():
             config = override(config, key, value) if applies(config, key) else config
-        config = with_changes(config, grid.rates.get(mixer))
+        rate = grid.rates.get(mixer)
+        config = with_changes(config, rate)
+        derived = rate is None and "optimizer.lr" not in (*grid.settings, *grid.sweeps)
         keys = [key for key in grid.sweeps if applies(config, key)]
         for values in itertools.product(*(grid.sweeps[key] for key in keys)):
             varied = config
             for key, value in zip(keys, values, strict=True):
                 varied = override(varied, key, value)
+            if derived:  # each optimiser has its own
+                varied = with_changes(varied, learning_rate(varied.model.dim, varied.optimizer.name))
             words = [f"{key.rsplit('.', 1)[-1]}={value}" for key, value in zip(keys, values, strict=True)]
             yield " ".join([mixer, *words]), varied
 

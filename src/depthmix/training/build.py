@@ -15,7 +15,7 @@ from depthmix.mechanisms.record import with_records
 from depthmix.models import Decoder, count_parameters, load_model, save_model
 from depthmix.models.decoder import empty_decoder
 from depthmix.support.checks import check_device, check_memory, user_path
-from depthmix.support.files import format_of, read_object
+from depthmix.support.files import format_of, read_object, seed_of
 from depthmix.training import checkpoint, ranks
 from depthmix.training.config import DataConfig, TrainConfig
 
@@ -49,6 +49,7 @@ def check_apart(data: DataConfig, folder: Path) -> None:
 
 def initial_model(config: TrainConfig) -> Decoder:
     """Every parameter is drawn by (seed, its name): arms of a comparison share what they have in common."""
+    seed, draw = config.run.seed, config.run.weights_seed
     size = count_parameters(config.model).total
     copies = 3 if config.run.device == "cpu" else 1  # on the way to another device only the weights are here
     check_memory(
@@ -57,7 +58,7 @@ def initial_model(config: TrainConfig) -> Decoder:
         "Choose a smaller depth, model.dim or model.vocab_size",
     )
     model = empty_decoder(config.model)
-    model.reset_parameters(seed=config.run.seed)
+    model.reset_parameters(seed=seed_of(seed, "weights", draw) if draw else seed)
     return model.train()
 
 

@@ -12,9 +12,9 @@ from typing import Any, Literal, get_type_hints
 
 from depthmix.data.tokenizers import vocabulary_size
 from depthmix.models import DecoderConfig
-from depthmix.support.checks import check_fields, check_positive, check_range
+from depthmix.support.checks import check_fields, check_option, check_positive, check_range
 from depthmix.support.files import FORMAT, format_of, parse_toml, read_text, toml_lines
-from depthmix.training.dial import dial_tokens, initial_std, learning_rate, split_mixer
+from depthmix.training.dial import dial_tokens, initial_std, learning_rate, output_init, split_mixer
 from depthmix.training.identity import digest_of
 
 RESTORE = "Restore the file, or choose another"
@@ -101,6 +101,7 @@ class RunConfig:
     steps: int = 1000
     accumulate: int = 1  # micro-batches of a step
     seed: int = 0
+    weights_seed: int = 0  # another number draws other initial weights, for the same order of the data
     device: str = "cpu"
     precision: Literal["float32", "bfloat16"] = "float32"
     compile: bool = False
@@ -145,10 +146,11 @@ class TrainConfig:
         tokenizer: str = "bytes",
         folder: str | None = None,
         tokens: float | None = None,
+        optimizer: str = "muon",
         **model: Any,
     ) -> TrainConfig:
         """All from one number: `depth` sublayers of width 32·depth, 20 tokens per parameter; initial weights and
-        learning rate follow from the width.
+        learning rate follow from depth and width. How it was chosen: docs/results/recipe.md.
 
         Args:
             depth: sublayers; attention and MLP count separately.
@@ -156,20 +158,23 @@ class TrainConfig:
             tokenizer: bytes, bpe:SIZE or a tokenizer.json; decides the vocabulary, unless `vocab_size` is given.
             folder: of the run.
             tokens: to train on.
+            optimizer: muon or adamw; decides the learning rate.
             model: other fields of DecoderConfig.
         """
         if "vocab_size" not in model:
             model["vocab_size"] = vocabulary_size(tokenizer)
         decoder = DecoderConfig.from_depth(depth, **{**split_mixer(mixer), **model})
-        if "init_std" not in model:
-            decoder = dataclasses.replace(decoder, init_std=initial_std(decoder.dim))
+        starts = {"init_std": initial_std(decoder.dim), "output_init": output_init(decoder.depth)}
+        decoder = dataclasses.replace(decoder, **{k: v for k, v in starts.items() if k not in model})  # type: ignore[arg-type]
         name = "+".join(c.name for c in (decoder.mixer, decoder.kv_mixer) if c is not None)
         wide = decoder.dim >= 512
         data = DataConfig(tokenizer=tokenizer, tokens_per_row=512 if wide else 256, rows=32 if wide else 16)
         budget = dial_tokens(decoder) if tokens is None else tokens
         steps = max(1, round(budget / (data.rows * data.tokens_per_row)))
         run = RunConfig(folder=folder or f"runs/{name}-{depth}", steps=steps)
-        return cls(model=decoder, data=data, optimizer=OptimizerConfig(lr=learning_rate(decoder.dim)), run=run)
+        check_option("optimizer.name", optimizer, get_type_hints(OptimizerConfig)["name"])
+        chosen = OptimizerConfig(name=optimizer, lr=learning_rate(decoder.dim, optimizer))  # type: ignore[arg-type]
+        return cls(model=decoder, data=data, optimizer=chosen, schedule=ScheduleConfig(warmup=0.1), run=run)
 
     def to_dict(self) -> dict[str, Any]:
         """As it was given; `from_dict` reads it with the defaults of this version."""

@@ -37,5 +37,12 @@ def initial_std(dim: int) -> float:
     return float(f"{0.5 / math.sqrt(dim):.2g}")
 
 
-def learning_rate(dim: int) -> float:
-    return min(float(f"{3e-3 * math.sqrt(256 / dim):.2g}"), 5e-3)
+def output_init(depth: int) -> float:
+    """Projections that end a sublayer start smaller where there are more of them, so that the stream keeps its size."""
+    return float(f"{depth**-0.5:.2g}")
+
+
+def learning_rate(dim: int, optimizer: str = "muon") -> float:
+    """The highest of the schedule; falls with the root of the width."""
+    at, width, most = {"muon": (1e-2, 96, 1e-2), "adamw": (3e-3, 256, 5e-3)}[optimizer]
+    return min(float(f"{at * math.sqrt(width / dim):.2g}"), most)

@@ -17,9 +17,16 @@ FREE = (
     *("run.on_bad_loss", "run.bad_loss_factor"),
 )
 
+# Fields that came after 0.1.0, with the value under which a run is what it was before: its digest stays the same.
+ADDED: Mapping[str, Any] = {"run.weights_seed": 0, "model.output_init": 1.0}
+
 
 def digest_of(config: Mapping[str, Any]) -> str:
-    deciding = {key: as_float(value) for key, value in leaves(config) if key not in FREE}
+    deciding = {
+        key: as_float(value)
+        for key, value in leaves(config)
+        if key not in FREE and not (key in ADDED and value == ADDED[key])
+    }
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
 
 

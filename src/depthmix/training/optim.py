@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from depthmix.mechanisms import param_groups
 from depthmix.models import Decoder
 from depthmix.training.config import OptimizerConfig
+from depthmix.training.muon import Muon
 
 # State of one parameter: as it is before the first step, shaped like the parameter or a single number.
 STATE = {"AdamW": {"step": False, "exp_avg": True, "exp_avg_sq": True}, "Muon": {"momentum_buffer": True}}
@@ -21,7 +22,7 @@ def parameter_groups(model: Decoder, config: OptimizerConfig) -> list[dict[str, 
 
     - Mixers by `param_groups`, their mechanism's own rules. Those of KV sites take no decay, and AdamW.
     - Matrices of sublayers decay and may go to Muon. The router decays, but AdamW moves it: its rows are the experts'
-      own vectors. Expert weights [E, F, D] are a stack of matrices, which torch.optim.Muon does not take: AdamW.
+      own vectors. Expert weights [E, F, D] are a stack of matrices, which Muon does not take: AdamW.
     - Embedding and head decay and go to AdamW. Norms and other vectors do not decay.
     """
     mixers = [
@@ -58,16 +59,7 @@ class Optimizers:
                 torch.optim.AdamW(torch_groups(adamw), lr=config.lr, betas=betas, eps=config.eps, fused=True)
             )
         if muon:
-            if not hasattr(torch.optim, "Muon"):
-                raise ValueError(
-                    f"optimizer.name='muon' needs torch 2.9 or newer, and this is {torch.__version__}; expected "
-                    "optimizer.name=adamw here"
-                )
-            self.inner.append(
-                torch.optim.Muon(
-                    torch_groups(muon), lr=config.lr, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"
-                )
-            )
+            self.inner.append(Muon(torch_groups(muon), lr=config.lr, momentum=config.momentum))
 
     def step(self, factor: float) -> None:
         for optimizer in self.inner:
