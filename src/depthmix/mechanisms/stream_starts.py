@@ -18,7 +18,7 @@ from depthmix.support.checks import check_positive
 
 Coefficients: TypeAlias = Callable[[int, int], list[float]]  # by the number of streams and the index of the site
 
-PARTED = math.tanh(0.5)  # how far writes of "parted" are from 1: gates of mHC with biases of +1 and -1
+PARTED = math.tanh(1)  # how far writes of "parted" are from 1: gates of mHC with biases of +2 and -2
 TURN = 15 / 16  # share of the stream in turn in a read of "hyper" where gates allow no 1
 WIDEST = 2.0  # what H_post of mHC stays below
 
