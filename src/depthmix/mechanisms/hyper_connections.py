@@ -24,7 +24,7 @@ from depthmix.mechanisms.base import (
     option,
     rank_cap,
 )
-from depthmix.mechanisms.stream_starts import check_output_scale, in_turn, start_of, starts_as, writes
+from depthmix.mechanisms.stream_starts import check_output_scale, in_turn, start_of, starts_as, written
 from depthmix.support.checks import check_positive, check_range
 
 Readout = Literal["mean", "sum", "learned"]
@@ -84,7 +84,7 @@ class HyperConnectionsConfig(MixerConfig):
     transition: Literal["full", "identity"] = option("full", "identity: streams are not mixed")
     readout: Readout = option("mean", "what the head reads of the streams")
     start: Literal["prenorm", "parted", "scaled", "lite", "hyper", "megatron"] = option(
-        "hyper", "how parameters start; hyper (the paper's) and parted: M is 1, equal streams or streams that differ"
+        "hyper", "how parameters start; prenorm, hyper, parted keep PreNorm; parted: streams differ (for retrofits)"
     )
     output_scale: float | None = option(None, "mean of `beta` at the start; None: that of `start`")
     tanh: bool = option(True, "bound the dynamic part")
@@ -171,7 +171,7 @@ class HyperConnections(StreamMixer):
         starts: dict[str, Any] = {
             "alpha_m": start.read(m, site),
             "alpha_r": [[1 / m] * m] * m if start.apart == 0 else [in_turn(m, stream) for stream in range(m)],
-            "beta": writes(config, site),
+            "beta": written(config, site),
             **{"norm_weight": 1.0, "w_m": 0.0, "w_r": 0.0, "w_b": 0.0, "s_a": 0.01, "s_b": 0.01, "readout": 1 / m},
         }
         with torch.no_grad():

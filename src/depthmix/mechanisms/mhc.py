@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from depthmix import ops
 from depthmix.mechanisms.base import Coeff, Facts, MixerConfig, PreNorm, Site, State, option, rank_cap
 from depthmix.mechanisms.hyper_connections import Readout, StreamMixer, Streams, stream_prenorm, stream_traffic
-from depthmix.mechanisms.stream_starts import WIDEST, check_output_scale, logit, read_gates, start_of, starts_as, writes
+from depthmix.mechanisms.stream_starts import (
+    WIDEST,
+    check_output_scale,
+    logit,
+    read_gates,
+    start_of,
+    starts_as,
+    written,
+)
 from depthmix.support.checks import check_positive, check_range
 
 
@@ -28,7 +36,7 @@ class ManifoldConfig(MixerConfig):
     transition: Literal["full", "identity"] = option("full", "identity: streams are not mixed")
     readout: Readout = option("mean", "what the head reads of the streams; learned: DeepSeek's head")
     start: Literal["prenorm", "parted", "scaled", "lite", "hyper", "megatron", "lucidrains"] = option(
-        "prenorm", "how parameters start; prenorm and parted: M is 1, equal streams or streams that differ"
+        "prenorm", "how parameters start; prenorm, hyper, parted keep PreNorm; parted: streams differ (for retrofits)"
     )
     output_scale: float | None = option(None, "mean of H_post at the start; None: that of `start`")
     scale_init: float | None = option(None, "start of the input scales a; None: that of `start` (DeepSeek: 0.01)")
@@ -133,7 +141,7 @@ class ManifoldHyperConnections(StreamMixer):
         if site.is_out:
             return [[logit(1 / m)] * m]
         starts = [] if site.is_first else [[logit(p) for p in read_gates(config, site.index)]]
-        starts += [[logit(p / WIDEST) for p in writes(config, site.index)]]
+        starts += [[logit(p / WIDEST) for p in written(config, site.index)]]
         return starts + [self.transition_start(start_of(config).apart)] * (config.transition_size > 0)
 
     def transition_start(self, apart: float | None) -> list[float]:

@@ -29,7 +29,7 @@ class LiteConfig(MixerConfig):
     readout: Readout = option("mean", "what the head reads of the streams; learned: DeepSeek's head")
     transition: Literal["full", "identity"] = option("full", "identity: streams are not mixed")
     start: Literal["prenorm", "parted", "scaled", "lite", "hyper", "megatron", "paper"] = option(
-        "prenorm", "how parameters start; prenorm and parted: M is 1, equal streams or streams that differ; paper: lite"
+        "prenorm", "how parameters start; prenorm, hyper, parted keep PreNorm; parted: streams differ (for retrofits)"
     )
     output_scale: float | None = option(None, "mean of H_post at the start; None: that of `start`")
     norm_eps: float = option(1e-6, "of the norm of all streams")

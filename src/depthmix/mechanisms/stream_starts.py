@@ -101,7 +101,7 @@ def start_of(config: Any) -> Start:
     return STARTS[config.start]
 
 
-def writes(config: Any, site: int) -> list[float]:
+def written(config: Any, site: int) -> list[float]:
     """What a site writes to each stream; `output_scale` is the mean over streams where it is given."""
     found = start_of(config).write(config.streams, site)
     if config.output_scale is None:
@@ -120,7 +120,7 @@ def check_output_scale(config: Any, widest: float = math.inf) -> None:
     """`widest`: what a coefficient must stay below."""
     if config.output_scale is not None:
         check_positive("output_scale", config.output_scale)
-        most = config.output_scale * widest / max(writes(config, 0))
+        most = config.output_scale * widest / max(written(config, 0))
         if not config.output_scale < most:
             raise ValueError(
                 f"output_scale={config.output_scale} with start={config.start!r} and {config.streams} streams; expected"
@@ -135,8 +135,8 @@ def starts_as(config: Any, depth: int, *, steady: bool = True) -> PreNorm:
     has no effect: M is the sum of what is read times the mean of what is written.
     """
     reads = [start_of(config).read(config.streams, site) for site in range(1, depth)]
-    written = [writes(config, site) for site in range(depth)]
-    plain = all(len({*read}) == 1 for read in reads) or all(len({*write}) == 1 for write in written)
-    if not (steady and plain) or any(abs(sum(w) / config.streams - 1) > 1e-12 for w in written):
+    writes = [written(config, site) for site in range(depth)]
+    plain = all(len({*read}) == 1 for read in reads) or all(len({*write}) == 1 for write in writes)
+    if not (steady and plain) or any(abs(sum(w) / config.streams - 1) > 1e-12 for w in writes):
         return "no"
     return "exact" if all(abs(sum(read) - 1) <= 1e-12 for read in reads) else "up to scale"
