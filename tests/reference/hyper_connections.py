@@ -145,10 +145,12 @@ def inputs(
     dynamic: bool = True,
     transition: str = "full",
     readout: str = "mean",
+    start: str = "hyper",
+    output_scale: float | None = None,
     tanh: bool = True,
     eps: float = 1e-6,
 ) -> list[torch.Tensor]:
-    """[h_1, ..., h_{L+1}], each shaped like x."""
+    """[h_1, ..., h_{L+1}], each shaped like x. (`start` and `output_scale` decide only where parameters start.)"""
     hs, _ = _run(x, sublayers, params, streams, dynamic, transition, readout, tanh, eps)
     return hs
 
@@ -162,10 +164,12 @@ def matrix(
     dynamic: bool = True,
     transition: str = "full",
     readout: str = "mean",
+    start: str = "hyper",
+    output_scale: float | None = None,
     tanh: bool = True,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """M as [..., L+1, L+1]."""
+    """M as [..., L+1, L+1]. (`start` and `output_scale` decide only where parameters start.)"""
     L, m, lead = len(sublayers), streams, x.shape[:-1]
     _, coefficients = _run(x, sublayers, params, streams, dynamic, transition, readout, tanh, eps)
 

@@ -15,7 +15,8 @@ H_pre and H_post are [m]; H_res is [m, m], indexed [old stream j, new stream i].
 
     M_{i->l} = H_pre,l^T  H_res,l-1^T ... H_res,i+1^T  H_post,i
 
-with ones in the place of H_post,0 and r in the place of H_pre,L+1.
+with ones in the place of H_post,0 and r in the place of H_pre,L+1. The options `start`, `output_scale` and `scale_init`
+decide only where parameters start.
 """
 
 import math
@@ -143,11 +144,13 @@ def inputs(
     iterations: int = 20,
     transition: str = "full",
     readout: str = "mean",
-    scale_init: float = 0.0,
+    start: str = "prenorm",
+    output_scale: float | None = None,
+    scale_init: float | None = None,
     eps: float = 0.0,
     norm_eps: float = 1e-6,
 ) -> list[torch.Tensor]:
-    """[h_1, ..., h_{L+1}], each shaped like x. (`scale_init` decides only where parameters start.)"""
+    """[h_1, ..., h_{L+1}], each shaped like x."""
     h, _, _, _ = _run(x, sublayers, params, streams, iterations, transition, readout, eps, norm_eps)
     return h
 
@@ -161,11 +164,13 @@ def matrix(
     iterations: int = 20,
     transition: str = "full",
     readout: str = "mean",
-    scale_init: float = 0.0,
+    start: str = "prenorm",
+    output_scale: float | None = None,
+    scale_init: float | None = None,
     eps: float = 0.0,
     norm_eps: float = 1e-6,
 ) -> torch.Tensor:
-    """M [..., L+1, L+1] from the ordered products. (`scale_init` decides only where parameters start.)"""
+    """M [..., L+1, L+1] from the ordered products."""
     _, read, write, carry = _run(x, sublayers, params, streams, iterations, transition, readout, eps, norm_eps)
     L, N = len(sublayers), math.prod(x.shape[:-1])
     shape = (*x.shape[:-1], L + 1, L + 1)

@@ -16,7 +16,7 @@ H_pre and H_post are [m]; H_res is [m, m], indexed [new stream i, old stream j];
 
     M_{i->l} = H_pre,l^T  H_res,l-1 ... H_res,i+1  H_post,i
 
-with ones in the place of H_post,0 and r in the place of H_pre,L+1.
+with ones in the place of H_post,0 and r in the place of H_pre,L+1. transition="identity": H_res = I, no rows of res.
 """
 
 import itertools
@@ -58,19 +58,27 @@ def _parts(
 
 
 def _run(
-    x: torch.Tensor, sublayers: list, params: dict[str, torch.Tensor], streams: int, readout: str, norm_eps: float
+    x: torch.Tensor,
+    sublayers: list,
+    params: dict[str, torch.Tensor],
+    streams: int,
+    transition: str,
+    readout: str,
+    norm_eps: float,
 ) -> tuple[list[torch.Tensor], list[list], list[list], list[list]]:
     """The reads h_1 ... h_{L+1}, and the coefficients read[l][n], write[l][n], carry[l][n] of sublayer l and token n.
 
     read[1] and write[0] stand for the reads and writes without coefficients: one-hot at stream 0, and ones.
     """
+    if transition not in ("full", "identity"):
+        raise ValueError(transition)
     if readout not in ("mean", "sum", "learned"):
         raise ValueError(readout)
     m, L, D = streams, len(sublayers), x.shape[-1]
     N = math.prod(x.shape[:-1])
     tokens = x.reshape(N, D)
     Pi = _permutation_matrices(m, x)
-    first = torch.eye(m, dtype=x.dtype, device=x.device)[0]
+    eye = torch.eye(m, dtype=x.dtype, device=x.device)
     ones = torch.ones(m, dtype=x.dtype, device=x.device)
 
     H = [[tokens[n] for _ in range(m)] for n in range(N)]
@@ -85,7 +93,7 @@ def _run(
         h_l = []
         for n in range(N):
             if ell == 1:
-                read[ell][n] = first
+                read[ell][n] = eye[0]
             elif ell == L + 1 and readout == "mean":
                 read[ell][n] = ones / m
             elif ell == L + 1 and readout == "sum":
@@ -94,15 +102,19 @@ def _run(
                 read[ell][n] = torch.sigmoid(_parts(H[n], params, "out", [("pre", m)], norm_eps)["pre"])
 
             if ell <= L:
-                sizes = [("post", m), ("res", math.factorial(m))]
+                sizes = [("post", m)]
                 if ell > 1:
                     sizes = [("pre", m), *sizes]
+                if transition == "full":
+                    sizes = [*sizes, ("res", math.factorial(m))]
                 part = _parts(H[n], params, f"mixers.{ell - 1}", sizes, norm_eps)
                 if ell > 1:
                     read[ell][n] = torch.sigmoid(part["pre"])  # H_pre
                 write[ell][n] = 2 * torch.sigmoid(part["post"])  # H_post
-                rho = torch.softmax(part["res"], dim=0)
-                carry[ell][n] = sum(rho[r] * Pi[r] for r in range(len(Pi)))  # H_res = sum_r rho_r Pi_r
+                carry[ell][n] = eye  # transition="identity": without the part res
+                if transition == "full":
+                    rho = torch.softmax(part["res"], dim=0)
+                    carry[ell][n] = sum(rho[r] * Pi[r] for r in range(len(Pi)))  # H_res = sum_r rho_r Pi_r
 
             if ell == 1:
                 h_l.append(H[n][0])  # h_1 = H[0]
@@ -126,11 +138,13 @@ def inputs(
     *,
     streams: int = 4,
     readout: str = "mean",
+    transition: str = "full",
     start: str = "prenorm",
+    output_scale: float | None = None,
     norm_eps: float = 1e-6,
 ) -> list[torch.Tensor]:
-    """[h_1, ..., h_{L+1}], each shaped like x. (`start` decides only where parameters start.)"""
-    h, _, _, _ = _run(x, sublayers, params, streams, readout, norm_eps)
+    """[h_1, ..., h_{L+1}], each shaped like x. (`start` and `output_scale` decide only where parameters start.)"""
+    h, _, _, _ = _run(x, sublayers, params, streams, transition, readout, norm_eps)
     return h
 
 
@@ -141,11 +155,13 @@ def matrix(
     *,
     streams: int = 4,
     readout: str = "mean",
+    transition: str = "full",
     start: str = "prenorm",
+    output_scale: float | None = None,
     norm_eps: float = 1e-6,
 ) -> torch.Tensor:
-    """M [..., L+1, L+1] from the ordered products. (`start` decides only where parameters start.)"""
-    _, read, write, carry = _run(x, sublayers, params, streams, readout, norm_eps)
+    """M [..., L+1, L+1] from the ordered products. (`start` and `output_scale` decide only where parameters start.)"""
+    _, read, write, carry = _run(x, sublayers, params, streams, transition, readout, norm_eps)
     L, N = len(sublayers), math.prod(x.shape[:-1])
     shape = (*x.shape[:-1], L + 1, L + 1)
     eye = torch.eye(streams, dtype=x.dtype, device=x.device)

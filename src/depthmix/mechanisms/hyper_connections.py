@@ -6,7 +6,7 @@ Axes: ... any leading shape, m stream, D channel.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from depthmix.mechanisms.base import (
     option,
     rank_cap,
 )
+from depthmix.mechanisms.stream_starts import check_output_scale, in_turn, start_of, starts_as, written
 from depthmix.support.checks import check_positive, check_range
 
 Readout = Literal["mean", "sum", "learned"]
@@ -69,22 +70,30 @@ def stream_traffic(m: int, dim: int) -> tuple[int, int]:
     return (5 * m + 1) * dim + m * m + 2 * m, (3 * m + 1) * dim + m * m + 2 * m
 
 
-def stream_prenorm(readout: Readout) -> PreNorm:
-    return "up to scale" if readout == "sum" else "exact"
+def stream_prenorm(readout: Readout, rows: PreNorm) -> PreNorm:
+    """What `rows` of M that are so for the mean become with another readout."""
+    return "up to scale" if rows == "exact" and readout == "sum" else rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class HyperConnectionsConfig(MixerConfig):
+    starts: ClassVar = frozenset({"start", "output_scale"})
+
     streams: int = option(4, "number of streams m")
     dynamic: bool = option(True, "coefficients depend on the streams (DHC); False: SHC")
     transition: Literal["full", "identity"] = option("full", "identity: streams are not mixed")
     readout: Readout = option("mean", "what the head reads of the streams")
+    start: Literal["prenorm", "parted", "scaled", "lite", "hyper", "megatron"] = option(
+        "hyper", "how parameters start; prenorm, hyper, parted keep PreNorm; parted: streams differ (for retrofits)"
+    )
+    output_scale: float | None = option(None, "mean of `beta` at the start; None: that of `start`")
     tanh: bool = option(True, "bound the dynamic part")
     eps: float = option(1e-6, "of the norm of a stream")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_range("streams", self.streams, 1)
         check_positive("eps", self.eps)
+        check_output_scale(self)
 
 
 class HyperConnections(StreamMixer):
@@ -96,8 +105,9 @@ class HyperConnections(StreamMixer):
     (h) h_l = Σ_j A_m[j] H[j]
     (H) H[i] ← Σ_j A_r[j, i] H[j] + B[i] v_l
 
-    State: H [m, D], m copies of the embedding at first. Start: A_m one-hot by site, A_r identity, B ones, dynamic
-    weights 0; all streams stay equal to the residual stream and M is 1.
+    State: H [m, D], m copies of the embedding at first. Start "hyper", the paper's: A_m one-hot by site, A_r identity,
+    B ones, dynamic weights 0; all streams stay equal to the residual stream and M is 1. With "parted" A_m is the mean
+    and B differs between streams and has the mean 1: M is 1, and the streams differ from the first write on.
     """
 
     Config = HyperConnectionsConfig
@@ -111,6 +121,8 @@ class HyperConnections(StreamMixer):
         {"streams": 2, "transition": "identity", "readout": "sum"},
         {"streams": 3, "tanh": False, "readout": "learned"},
         {"streams": 1},
+        {"streams": 3, "start": "parted"},
+        {"dynamic": False, "start": "megatron", "output_scale": 0.5},
     )
     alpha_m: Tensor | None
     alpha_r: Tensor | None
@@ -130,7 +142,7 @@ class HyperConnections(StreamMixer):
         dynamic = depth * (dim * (2 + m * full) + 1) + (depth - 1) * dim + (depth if full else depth - 1)
         reads, writes = stream_traffic(m, dim)
         return Facts(
-            preserves_prenorm=stream_prenorm(config.readout),
+            preserves_prenorm=stream_prenorm(config.readout, starts_as(config, depth)),
             rank=min(m, rank_cap(depth)),
             parameters=static + dynamic * config.dynamic + m * (config.readout == "learned"),
             reads=reads,
@@ -154,16 +166,18 @@ class HyperConnections(StreamMixer):
         self.add_parameter("readout", m, exists=site.is_out and config.readout == "learned")
 
     def reset_parameters(self) -> None:
-        m = self.config.streams
-        starts = {"beta": 1.0, "norm_weight": 1.0, "w_m": 0.0, "w_r": 0.0, "w_b": 0.0, "s_a": 0.01, "s_b": 0.01}
+        config, site, m = self.config, self.site.index, self.config.streams
+        start = start_of(config)
+        starts: dict[str, Any] = {
+            "alpha_m": start.read(m, site),
+            "alpha_r": [[1 / m] * m] * m if start.apart == 0 else [in_turn(m, stream) for stream in range(m)],
+            "beta": written(config, site),
+            **{"norm_weight": 1.0, "w_m": 0.0, "w_r": 0.0, "w_b": 0.0, "s_a": 0.01, "s_b": 0.01, "readout": 1 / m},
+        }
         with torch.no_grad():
-            for name, start in {**starts, "readout": 1 / m, "alpha_m": 0.0}.items():
+            for name, value in starts.items():
                 if (parameter := getattr(self, name)) is not None:
-                    parameter.fill_(start)
-            if self.alpha_m is not None:
-                self.alpha_m[self.site.index % m] = 1
-            if self.alpha_r is not None:
-                self.alpha_r.copy_(torch.eye(m))
+                    parameter.copy_(torch.tensor(value, dtype=parameter.dtype))
 
     def coeff(self, state: State) -> Coeff:
         if self.site.is_out:

@@ -5,7 +5,6 @@ Axes: ... any leading shape, m stream, D channel.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -14,20 +13,33 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
-from depthmix.mechanisms.base import Coeff, Facts, MixerConfig, Site, State, option, rank_cap
+from depthmix.mechanisms.base import Coeff, Facts, MixerConfig, PreNorm, Site, State, option, rank_cap
 from depthmix.mechanisms.hyper_connections import Readout, StreamMixer, Streams, stream_prenorm, stream_traffic
+from depthmix.mechanisms.stream_starts import (
+    WIDEST,
+    check_output_scale,
+    logit,
+    read_gates,
+    start_of,
+    starts_as,
+    written,
+)
 from depthmix.support.checks import check_positive, check_range
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManifoldConfig(MixerConfig):
-    starts: ClassVar = frozenset({"scale_init"})
+    starts: ClassVar = frozenset({"start", "output_scale", "scale_init"})
 
     streams: int = option(4, "number of streams m")
     iterations: int = option(20, "of Sinkhorn")
     transition: Literal["full", "identity"] = option("full", "identity: streams are not mixed")
     readout: Readout = option("mean", "what the head reads of the streams; learned: DeepSeek's head")
-    scale_init: float = option(0.0, "start of the input scales; 0: M is 1 (DeepSeek: 0.01)")
+    start: Literal["prenorm", "parted", "scaled", "lite", "hyper", "megatron", "lucidrains"] = option(
+        "prenorm", "how parameters start; prenorm, hyper, parted keep PreNorm; parted: streams differ (for retrofits)"
+    )
+    output_scale: float | None = option(None, "mean of H_post at the start; None: that of `start`")
+    scale_init: float | None = option(None, "start of the input scales a; None: that of `start` (DeepSeek: 0.01)")
     eps: float = option(0.0, "in H_pre and Sinkhorn (DeepSeek: 1e-6)")
     norm_eps: float = option(1e-6, "of the norm of all streams")
 
@@ -36,6 +48,14 @@ class ManifoldConfig(MixerConfig):
         check_range("iterations", self.iterations, 1)
         check_range("eps", self.eps, 0)
         check_positive("norm_eps", self.norm_eps)
+        check_output_scale(self, WIDEST)
+
+    def resolved(self, *, dim: int, depth: int) -> dict[str, Any]:
+        return {**super().resolved(dim=dim, depth=depth), "scale_init": self.input_scale}
+
+    @property
+    def input_scale(self) -> float:
+        return start_of(self).scale if self.scale_init is None else self.scale_init
 
     @property
     def transition_size(self) -> int:
@@ -53,8 +73,9 @@ class ManifoldHyperConnections(StreamMixer):
     (h) h_l = Σ_j H_pre[j] H[j]
     (H) H[i] ← Σ_j H_res[j, i] H[j] + H_post[i] v_l
 
-    State: H [m, D], m copies of the embedding at first. Start: biases give H_pre = 1/m and H_post = 1, a = 0; the
-    streams stay equal and M is 1. P starts random: the gradient of a, then that of P, parts the streams.
+    State: H [m, D], m copies of the embedding at first. Start "prenorm": biases give H_pre = 1/m and H_post = 1, a = 0;
+    the streams stay equal and M is 1. P starts random: the gradient of a, then that of P, parts the streams. With
+    "parted" H_post differs between streams and has the mean 1: M is 1, and the streams differ from the first write on.
     """
 
     Config: ClassVar[type[MixerConfig]] = ManifoldConfig
@@ -65,7 +86,9 @@ class ManifoldHyperConnections(StreamMixer):
         {},
         {"scale_init": 0.01, "eps": 1e-6, "readout": "learned"},
         {"streams": 2, "transition": "identity", "readout": "sum"},
-        {"streams": 3, "iterations": 1},
+        {"streams": 3, "iterations": 1, "start": "parted"},
+        {"start": "lite", "transition": "identity"},
+        {"streams": 2, "start": "lucidrains", "output_scale": 0.5},
     )
 
     projection: Tensor | None
@@ -79,7 +102,7 @@ class ManifoldHyperConnections(StreamMixer):
         sites = depth * ((m + res) * row + 1 + (res > 0)) + (depth - 1) * (m * row + 1)
         reads, writes = stream_traffic(m, dim)
         return Facts(
-            preserves_prenorm=stream_prenorm(config.readout) if cls.starts_as_residual(config) else "no",
+            preserves_prenorm=stream_prenorm(config.readout, cls.starts_as(config, depth)),
             rank=min(m, rank_cap(depth)),
             parameters=sites + (m * row + 1) * (config.readout == "learned"),
             reads=reads,
@@ -87,8 +110,9 @@ class ManifoldHyperConnections(StreamMixer):
         )
 
     @classmethod
-    def starts_as_residual(cls, config: Any) -> bool:
-        return bool(config.scale_init == 0 and config.eps == 0)
+    def starts_as(cls, config: Any, depth: int) -> PreNorm:
+        static = config.input_scale == 0 or not start_of(config).random
+        return starts_as(config, depth) if static and config.eps == 0 else "no"
 
     def __init__(self, site: Site, config: Any) -> None:
         super().__init__(site, config)
@@ -104,24 +128,25 @@ class ManifoldHyperConnections(StreamMixer):
 
     def reset_parameters(self) -> None:
         if self.projection is not None and self.bias is not None and self.scale is not None:
-            nn.init.normal_(self.projection, std=self.projection.shape[1] ** -0.5)
-            nn.init.constant_(self.scale, self.config.scale_init)
+            std = self.projection.shape[1] ** -0.5 if start_of(self.config).random else 0.0
+            nn.init.normal_(self.projection, std=std)
+            nn.init.constant_(self.scale, self.config.input_scale)
             with torch.no_grad():
                 for part, start in zip(self.bias.split(self.sizes), self.bias_starts(), strict=True):
                     part.copy_(torch.tensor(start, dtype=part.dtype))
 
     def bias_starts(self) -> list[list[float]]:
         """For each part that exists, in its order."""
-        m = self.config.streams
-        starts = [] if self.site.is_first else [[-math.log(m - 1)] * m]
-        if not self.site.is_out:
-            starts += [[0.0] * m]
-            starts += [self.transition_start()] if self.config.transition_size else []
-        return starts
+        config, site, m = self.config, self.site, self.config.streams
+        if site.is_out:
+            return [[logit(1 / m)] * m]
+        starts = [] if site.is_first else [[logit(p) for p in read_gates(config, site.index)]]
+        starts += [[logit(p / WIDEST) for p in written(config, site.index)]]
+        return starts + [self.transition_start(start_of(config).apart)] * (config.transition_size > 0)
 
-    def transition_start(self) -> list[float]:
-        m = self.config.streams
-        return [0.0 if i == j else -5.0 for i in range(m) for j in range(m)]
+    def transition_start(self, apart: float | None) -> list[float]:
+        m, apart = self.config.streams, -5.0 if apart is None else apart
+        return [0.0 if i == j else apart for i in range(m) for j in range(m)]
 
     def coeff(self, state: State) -> Coeff:
         if self.projection is None or self.bias is None or self.scale is None:

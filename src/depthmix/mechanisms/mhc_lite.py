@@ -11,35 +11,50 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from depthmix import ops
 from depthmix.mechanisms.base import MixerConfig, Site, option
 from depthmix.mechanisms.hyper_connections import Readout
 from depthmix.mechanisms.mhc import ManifoldHyperConnections
+from depthmix.mechanisms.stream_starts import WIDEST, check_output_scale, start_of
 from depthmix.support.checks import check_positive, check_range
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiteConfig(MixerConfig):
-    starts: ClassVar = frozenset({"start"})
+    starts: ClassVar = frozenset({"start", "output_scale"})
 
     streams: int = option(4, "number of streams m, 2 to 5")
     readout: Readout = option("mean", "what the head reads of the streams; learned: DeepSeek's head")
-    start: Literal["prenorm", "paper"] = option("prenorm", "prenorm: M is 1; paper: each site prefers a stream")
+    transition: Literal["full", "identity"] = option("full", "identity: streams are not mixed")
+    start: Literal["prenorm", "parted", "scaled", "lite", "hyper", "megatron", "paper"] = option(
+        "prenorm", "how parameters start; prenorm, hyper, parted keep PreNorm; parted: streams differ (for retrofits)"
+    )
+    output_scale: float | None = option(None, "mean of H_post at the start; None: that of `start`")
     norm_eps: float = option(1e-6, "of the norm of all streams")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_range("streams", self.streams, 2, 5, remedy="There are m! permutations; for more streams take 'mhc'")
         check_positive("norm_eps", self.norm_eps)
+        check_output_scale(self, WIDEST)
+
+    def canonical(self, *, dim: int, depth: int) -> dict[str, Any]:
+        found = super().canonical(dim=dim, depth=depth)
+        return {**found, "start": "paper" if self.start == "lite" else self.start}  # its name in 0.1.0
+
+    def function(self, *, dim: int, depth: int) -> dict[str, Any]:
+        """The rows of `projection` tell the transition: state dicts from before that option load."""
+        found = super().function(dim=dim, depth=depth)
+        return {name: value for name, value in found.items() if name != "transition"}
 
     @property
     def transition_size(self) -> int:
-        return math.factorial(self.streams)
+        return math.factorial(self.streams) if self.transition == "full" else 0
 
     @property
-    def scale_init(self) -> float:
-        return 0.0 if self.start == "prenorm" else 0.01
+    def input_scale(self) -> float:
+        return start_of(self).scale
 
     @property
     def eps(self) -> float:
@@ -56,37 +71,26 @@ class LiteHyperConnections(ManifoldHyperConnections):
     (h) h_l = Σ_j H_pre[j] H[j]
     (H) H[i] ← Σ_j H_res[i, j] H[j] + H_post[i] v_l
 
-    State: H [m, D]. Start "prenorm" as mHC; "paper" gives each site a preferred stream by its biases.
+    State: H [m, D]. Starts as mHC; "lite", the paper's, gives each site a preferred stream by its biases.
     """
 
     Config = LiteConfig
     paper = "arXiv 2601.05732"
     parameters_formula = "L((m!+2m)(mD+1)+3) − m(mD+1) − 1"
-    variants = ({}, {"start": "paper"}, {"streams": 3, "readout": "learned"}, {"streams": 2, "readout": "sum"})
-
-    @classmethod
-    def starts_as_residual(cls, config: Any) -> bool:
-        return bool(config.start == "prenorm")
+    variants = (
+        {},
+        {"start": "paper"},
+        {"streams": 3, "readout": "learned", "start": "parted"},
+        {"streams": 2, "readout": "sum"},
+        {"transition": "identity", "start": "hyper"},
+    )
 
     def __init__(self, site: Site, config: LiteConfig) -> None:
         super().__init__(site, config)
         self.permutations = list(itertools.permutations(range(config.streams)))
 
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        if self.config.start == "paper" and self.projection is not None:
-            nn.init.zeros_(self.projection)
-
-    def bias_starts(self) -> list[list[float]]:
-        starts = super().bias_starts()
-        if self.config.start == "paper" and not self.site.is_out:
-            m = self.config.streams
-            preferred = [1.0 if stream == self.site.index % m else -1.0 for stream in range(m)]
-            starts[:-1] = [preferred] * (len(starts) - 1)
-        return starts
-
-    def transition_start(self) -> list[float]:
-        return [0.0, *[-8.0] * (self.config.transition_size - 1)]
+    def transition_start(self, apart: float | None) -> list[float]:
+        return [0.0, *[-8.0 if apart is None else apart] * (self.config.transition_size - 1)]
 
     def transition(self, logits: Tensor) -> Tensor:
         m = self.config.streams

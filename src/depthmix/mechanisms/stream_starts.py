@@ -1,0 +1,142 @@
+"""How mechanisms with several streams start, by name: what every site reads and writes before anything is learned.
+
+A start is given by its coefficients. Hyper-Connections begin with them as they are, mHC and mHC-lite with the biases
+whose gates have these values. The table with sources and M is on docs/mechanisms/mhc.md.
+
+Axes: m stream; a coefficient list holds one number for each stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from depthmix.mechanisms.options import PreNorm
+from depthmix.support.checks import check_positive
+
+Coefficients: TypeAlias = Callable[[int, int], list[float]]  # by the number of streams and the index of the site
+
+PARTED = math.tanh(1)  # how far writes of "parted" are from 1: gates of mHC with biases of +2 and -2
+TURN = 15 / 16  # share of the stream in turn in a read of "hyper" where gates allow no 1
+WIDEST = 2.0  # what H_post of mHC stays below
+
+
+@dataclass(frozen=True)
+class Start:
+    """Coefficients of a fresh site, and how the dynamic part of mHC begins.
+
+    read, write: weights of the streams.
+    apart: logit of moving from one stream to another against staying; None: the mechanism's own.
+    scale: of the dynamic part (a).
+    random: projections start random; otherwise at 0.
+    """
+
+    read: Coefficients
+    write: Coefficients
+    apart: float | None = None
+    scale: float = 0.0
+    random: bool = True
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def logit(p: float) -> float:
+    return math.log(p) - math.log1p(-p)
+
+
+def each(value: float) -> Coefficients:
+    return lambda m, site: [value] * m
+
+
+def mean(m: int, site: int) -> list[float]:
+    return [1 / m] * m
+
+
+def in_turn(m: int, site: int) -> list[float]:
+    return [float(stream == site % m) for stream in range(m)]
+
+
+def gates(turn: float, others: float, scale: float = 1.0) -> Coefficients:
+    """Sigmoid gates with one bias for the stream in turn and another for the rest."""
+    return lambda m, site: [scale * sigmoid(turn if stream == site % m else others) for stream in range(m)]
+
+
+def parted(m: int, site: int) -> list[float]:
+    """1 ± PARTED, + for half of the streams and - for the other half, 1 for an odd one: their mean is 1.
+
+    Stream 0 stays and the others move on by one with each site, as in a tournament where everybody meets everybody, so
+    that m - 1 sites part every pair of streams. After each such round the signs change, so that none stays ahead.
+    """
+    order = [0, *(1 + (stream + site) % (m - 1) for stream in range(m - 1))] if m > 1 else [0]
+    sign = -1 if site // max(m - 1, 1) % 2 else 1
+    found = [1.0] * m
+    for ahead, behind in zip(order[: m // 2], order[::-1], strict=False):
+        found[ahead] += sign * PARTED
+        found[behind] -= sign * PARTED
+    return found
+
+
+def scaled(m: int, site: int) -> list[float]:
+    """Equal streams, and the mean of what "lite" writes."""
+    return [sum(STARTS["lite"].write(m, site)) / m] * m
+
+
+STARTS: dict[str, Start] = {
+    "prenorm": Start(mean, each(1.0)),
+    "parted": Start(mean, parted),
+    "scaled": Start(mean, scaled),
+    "lite": Start(gates(1, -1), gates(1, -1, 2), apart=-8, scale=0.01, random=False),
+    "hyper": Start(in_turn, each(1.0), apart=-8, scale=0.01, random=False),
+    "megatron": Start(each(0.5), each(1.0), apart=0, scale=0.01),
+    "lucidrains": Start(gates(1, 0), each(2 * sigmoid(1)), apart=-1, scale=0.01, random=False),
+}
+STARTS["paper"] = STARTS["lite"]  # what mhc_lite calls it in files of 0.1.0
+
+
+def start_of(config: Any) -> Start:
+    return STARTS[config.start]
+
+
+def written(config: Any, site: int) -> list[float]:
+    """What a site writes to each stream; `output_scale` is the mean over streams where it is given."""
+    found = start_of(config).write(config.streams, site)
+    if config.output_scale is None:
+        return found
+    return [weight * config.output_scale * config.streams / sum(found) for weight in found]
+
+
+def read_gates(config: Any, site: int) -> list[float]:
+    """What a site reads of each stream through gates, which are never 0 or 1."""
+    found = start_of(config).read(config.streams, site)
+    share = TURN if min(found) == 0 else 1.0
+    return [share * weight + (1 - share) / config.streams for weight in found]
+
+
+def check_output_scale(config: Any, widest: float = math.inf) -> None:
+    """`widest`: what a coefficient must stay below."""
+    if config.output_scale is not None:
+        check_positive("output_scale", config.output_scale)
+        most = config.output_scale * widest / max(written(config, 0))
+        if not config.output_scale < most:
+            raise ValueError(
+                f"output_scale={config.output_scale} with start={config.start!r} and {config.streams} streams; expected"
+                f" a number below {most:.4g}, since H_post = 2σ(…) stays below {widest:g}"
+            )
+
+
+def starts_as(config: Any, depth: int, *, steady: bool = True) -> PreNorm:
+    """How the rows of M start for readout "mean"; `steady`: coefficients depend on no activation at first.
+
+    Where the reads of a site, or all writes, are the same for every stream, the transition (doubly stochastic at first)
+    has no effect: M is the sum of what is read times the mean of what is written.
+    """
+    reads = [start_of(config).read(config.streams, site) for site in range(1, depth)]
+    writes = [written(config, site) for site in range(depth)]
+    plain = all(len({*read}) == 1 for read in reads) or all(len({*write}) == 1 for write in writes)
+    if not (steady and plain) or any(abs(sum(w) / config.streams - 1) > 1e-12 for w in writes):
+        return "no"
+    return "exact" if all(abs(sum(read) - 1) <= 1e-12 for read in reads) else "up to scale"
