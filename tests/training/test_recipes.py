@@ -13,7 +13,7 @@ from depthmix.models import PRESETS, count_parameters, preset
 from depthmix.training import TrainConfig, preset_config, rule_config
 from depthmix.training.recipes import BATCH, MOST_RATE, RATE, RECIPES, TABLE, TOKENS_PER_PARAMETER
 
-# arXiv 2603.15031, Table 2: active parameters, tokens, layers, heads, width, an expert's width, rate, sequences of a batch
+# arXiv 2603.15031, Table 2: active parameters, tokens, layers, heads, width, an expert's width, rate, rows of a batch
 TABLE_2 = {
     "attnres-194m": (194e6, 38.7e9, 12, 12, 896, 400, 2.99e-3, 192),
     "attnres-241m": (241e6, 45.4e9, 13, 13, 960, 432, 2.80e-3, 256),
@@ -183,7 +183,7 @@ def test_the_command_line_gives_the_rule_its_sizes(capsys: pytest.CaptureFixture
     other = printed(capsys, *given, "--mixer", "residual", "--set", "model.vocab_size=300", "--set", "model.moe=none")
     assert (other.model.mixer.name, other.model.vocab_size, other.model.moe) == ("residual", 300, None)
     assert main(["train", "--print-config", *map(str, given)]) == 0
-    assert "learning rate 0.005 (the rule gives 0.0" in capsys.readouterr().out.splitlines()[0]
+    assert "learning rate 0.00299, the table's largest (its law leads to 0.0" in capsys.readouterr().out.splitlines()[0]
 
 
 def test_the_rule_trains_and_says_its_numbers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,6 @@ from depthmix.training.dial import initial_std, split_mixer
 RULE = "attnres"  # the name of the rule, where a preset is asked for
 MICRO_ROWS = 16  # of a micro-batch, where a batch is cut into several; ours
 LEAST_CONTEXT = 128
-MOST_RATE = 5e-3  # the rule exceeds it below 53 million parameters; docs/training.md has the rates that were tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +80,7 @@ def power_law(xs: Sequence[float], ys: Sequence[float]) -> PowerLaw:
 
 RATE = power_law([row.parameters for row in TABLE.values()], [row.lr for row in TABLE.values()])
 BATCH = power_law([row.tokens for row in TABLE.values()], [row.rows * row.tokens_per_row for row in TABLE.values()])
+MOST_RATE = max(row.lr for row in TABLE.values())  # below its smallest size the law leads to rates that are too high
 TOKENS_PER_PARAMETER = statistics.geometric_mean([row.tokens / row.parameters for row in TABLE.values()])
 WIDTH_PER_LAYER = statistics.mean(PRESETS[name]["dim"] / PRESETS[name]["layers"] for name in TABLE)
 EXPERT_PER_WIDTH = statistics.mean(PRESETS[name]["moe"]["hidden"] / PRESETS[name]["dim"] for name in TABLE)
@@ -174,7 +174,8 @@ def describe_recipe(name: str, config: TrainConfig) -> str:
     """The numbers of a preset in one line."""
     parameters = count_parameters(config.model).active_without_embeddings
     tokens = config.run.steps * config.tokens_per_step
-    asked = f" (the rule gives {RATE(parameters):.3g})" if name == RULE and config.optimizer.lr == MOST_RATE else ""
+    capped = name == RULE and config.optimizer.lr == MOST_RATE
+    asked = f", the table's largest (its law leads to {RATE(parameters):.3g} here)" if capped else ""
     return (
         f"{name}: {parameters:,} active parameters without embeddings, {tokens:.4g} tokens ({tokens / parameters:.3g} "
         f"per parameter) in {config.run.steps:,} steps of {config.run.accumulate * config.data.rows} × "
