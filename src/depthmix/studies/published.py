@@ -31,9 +31,7 @@ class Published:
     parameters: tuple[float, ...]  # active, without embeddings
     tokens: tuple[float, ...]
     losses: Mapping[str, tuple[float, ...]]  # by arm, one for each size
-    printed: Mapping[
-        str, tuple[float, float]
-    ]  # by arm: a and b of L = a C^(−b), C in PFLOP/s-days, as the paper has it
+    printed: Mapping[str, tuple[float, float]]  # by arm: the paper's own a and b of L = a C^(−b), C in PFLOP/s-days
     note: str
 
     @property
@@ -97,20 +95,11 @@ def span(values: Sequence[float], form: str) -> str:
 
 def published_lines(published: Published) -> list[str]:
     """The section of a page."""
-    columns = [*zip(*published.losses.values(), strict=True)]
-    sizes = [
-        (
-            size,
-            f"{n / 1e6:.0f}M",
-            f"{d / 1e9:.1f}B",
-            f"{c:.3g}",
-            f"{c / PFLOP_S_DAY:.3g}",
-            *(f"{x:.3f}" for x in losses),
-        )
-        for size, n, d, c, losses in zip(
-            published.sizes, published.parameters, published.tokens, published.compute, columns, strict=True
-        )
-    ]
+    given = (published.sizes, published.parameters, published.tokens, published.compute, *published.losses.values())
+    sizes = []
+    for size, n, d, c, *losses in zip(*given, strict=True):
+        numbers = (f"{n / 1e6:.0f}M", f"{d / 1e9:.1f}B", f"{c:.3g}", f"{c / PFLOP_S_DAY:.3g}")
+        sizes.append((size, *numbers, *(f"{loss:.3f}" for loss in losses)))
     laws = []
     for arm, f in published.refit().items():
         printed = published.printed.get(arm)
