@@ -82,10 +82,10 @@ def test_the_papers_points_are_drawn_at_their_compute_with_their_name(tmp_path: 
     drawn = draw_published(new_figure().subplots(), PAPER)
     named = [line for line in drawn if not line.get_label().startswith("_")]
     assert [line.get_label() for line in named] == [
-        "arXiv 2603.15031, Table 2, PreNorm: b = 0.055",
-        "arXiv 2603.15031, Table 2, Block AttnRes: b = 0.056",
-        "arXiv 2603.15031, Table 2, Full AttnRes: b = 0.056",
-        "arXiv 2603.15031, Table 2, mHC-lite: b = 0.055",
+        "arXiv 2603.15031, PreNorm: b = 0.0549",
+        "arXiv 2603.15031, Block AttnRes: b = 0.0565",
+        "arXiv 2603.15031, Full AttnRes: b = 0.0558",
+        "arXiv 2603.15031, mHC-lite: b = 0.0549",
     ]
     for line, losses in zip(named, PAPER.losses.values(), strict=True):
         assert tuple(line.get_xdata()) == PAPER.compute

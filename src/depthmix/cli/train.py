@@ -16,11 +16,21 @@ from depthmix.cli.shared import Several
 from depthmix.ops import keep_freed_memory
 from depthmix.support.checks import split_pair
 from depthmix.support.terminal import Progress, say
-from depthmix.training import BadLoss, CheckpointError, Interrupted, Result, TrainConfig, override, train
+from depthmix.training import (
+    BadLoss,
+    CheckpointError,
+    Interrupted,
+    Result,
+    TrainConfig,
+    override,
+    preset_config,
+    rule_config,
+    train,
+)
 from depthmix.training.dial import dial_tokens
 from depthmix.training.overrides import check_excluding
 from depthmix.training.ranks import main_process
-from depthmix.training.recipes import RULE, chosen_mixers, describe_recipe, preset_config, rule_config
+from depthmix.training.recipes import RULE, chosen_mixers, describe_recipe
 
 
 def run(

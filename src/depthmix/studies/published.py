@@ -123,7 +123,7 @@ def draw_published(axis: Any, published: Published) -> Sequence[Any]:
     """Hollow grey markers and dotted laws, so that nobody takes them for points of the study; returns what it drew."""
     drawn = []
     for k, (arm, f) in enumerate(published.refit().items()):
-        label = f"{published.source}, {arm}: b = {f.law.b:.3f}"
+        label = f"{published.source.partition(',')[0]}, {arm}: b = {f.law.b:.4f}"
         look = {"color": "0.5", "linewidth": 0.9, "marker": MARKERS[k % len(MARKERS)], "markerfacecolor": "none"}
         drawn += axis.plot(published.compute, published.losses[arm], linestyle="none", label=label, **look)
         ends = (published.compute[0], published.compute[-1])

@@ -228,6 +228,7 @@ def draw_scaling(scaling: Scaling, folder: Path) -> dict[str, Path]:
     axis.set_ylabel("final validation loss")
     axis.grid(color="0.92", which="both")
     axis.set_axisbelow(True)
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    ncols = 3 if scaling.beside is None else 2  # names of papers are long
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=ncols, fontsize=8, frameon=False)
     save(figure, folder / "scaling.png")
     return {"scaling": folder / "scaling.png"}
