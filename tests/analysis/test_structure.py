@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import depthmix as dm
 from depthmix.analysis.invariants import make_probe
-from depthmix.mechanisms.attnres import two_phase_traffic
 from depthmix.mechanisms.base import rank_cap
 
 
@@ -226,8 +225,8 @@ def test_traffic_is_that_of_the_papers_table() -> None:
     with torch.device("meta"):
         assert traffic("mhc", streams=m) == pytest.approx(34 + (2 * m * m + 4 * m) / dim)
         assert traffic("block_attnres", num_blocks=8) == 5.5
-    assert sum(two_phase_traffic(depth, block=16)) == 24
-    assert sum(two_phase_traffic(depth)) < 24
+        assert traffic("attnres", group_sublayers=16) == 24
+        assert traffic("attnres") < 24
 
 
 def test_query_norms_move_rows_away_from_the_plain_mean() -> None:

@@ -35,6 +35,37 @@ def test_list_as_json_holds_the_facts(capsys: pytest.CaptureFixture[str]) -> Non
     assert {"paper", "state", "reads", "writes"} <= set(rows["ddl"])
 
 
+PAPERS_SIZES = ["--depth", "128", "--dim", "1024", "--set", "block_attnres.num_blocks=8", "--set", "mhc.streams=4",
+                "-s", "attnres.group_sublayers=16", "-s", "depth_attention.stride=4"]  # fmt: skip
+
+
+def test_list_gives_the_papers_traffic_when_asked_for_the_papers_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """Table 1 of arXiv 2603.15031 at L = 128, N = 8, S = 16, m = 4: 3d, 34d and the streams' matrices, 24d, 5.5d."""
+    assert main(["list", "--json", *PAPERS_SIZES]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    widths = {name: (row["reads"] + row["writes"]) / 1024 for name, row in rows.items() if row["kind"] == "depth"}
+    assert widths["residual"] == 3
+    assert widths["mhc"] == 34 + (2 * 4**2 + 4 * 4) / 1024
+    assert widths["attnres"] == 24
+    assert widths["block_attnres"] == 5.5
+    assert rows["block_attnres"]["options"]["num_blocks"] == 8
+    assert rows["depth_attention"]["options"] == {"stride": 4}
+    assert main(["list", *PAPERS_SIZES]) == 0
+    out = capsys.readouterr().out
+    traffic = {name: next(line for line in out.splitlines() if line.startswith(f"{name} ")) for name in widths}
+    for name, cell in (("attnres", "22+2"), ("block_attnres", "3.5+2"), ("mhc", "21+13")):
+        assert f" {cell} " in traffic[name]
+    assert "block_attnres.num_blocks=8" in " ".join(out.split())
+    assert all(len(line) <= 80 for line in out.splitlines()), "fits a plain terminal"
+
+
+def test_list_takes_the_last_of_two_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--json", "-s", "mhc.streams=2", "-s", "mhc.streams=3"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["mhc"]["rank"] == 3
+    assert rows["hyper_connections"]["rank"] == 4, "nobody set it"
+
+
 @pytest.mark.parametrize("name", [*dm.list_mechanisms(), *dm.list_mechanisms(kind="kv")])
 def test_show_sets_equations_against_code(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", name]) == 0
@@ -105,6 +136,12 @@ def test_verify_fails_where_a_mechanism_is_broken(tmp_path: Path) -> None:
         (["verify", "residual", "--device", "meta"], ["'meta'", "try cpu"]),
         (["verify", "--dim", "7"], ["dim=7", "multiple of 8"]),
         (["list", "--depth", "0"], ["depth=0"]),
+        (["list", "--set", "num_blocks=8"], ["'num_blocks=8'", "NAME.OPTION=VALUE", "block_attnres.num_blocks=8"]),
+        (["list", "--set", "mhc.streams"], ["'mhc.streams'", "expected KEY=VALUE"]),
+        (["list", "--set", "blok_attnres.num_blocks=8"], ["unknown mechanism 'blok_attnres'", "'block_attnres'?"]),
+        (["list", "--set", "block_attnres.num_block=8"], ["no option 'num_block'", "Did you mean 'num_blocks'"]),
+        (["list", "--set", "depth_attention.strid=8"], ["no option 'strid'", "Did you mean 'stride'"]),
+        (["list", "--set", "mhc.streams=1"], ["streams=1", "One stream is the mechanism 'residual'"]),
     ],
 )
 def test_wrong_input_ends_with_its_message(

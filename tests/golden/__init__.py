@@ -17,7 +17,8 @@ import torch
 import depthmix as dm
 from depthmix.mechanisms import is_kv, kv_mechanism, registry
 from depthmix.models import PRESETS
-from depthmix.training import TrainConfig, train
+from depthmix.training import TrainConfig, preset_config, rule_config, train
+from depthmix.training.recipes import RECIPES
 from tests.runs import lines, tiny_run
 
 FOLDER = Path(__file__).parent
@@ -67,6 +68,14 @@ def resolved_presets() -> dict[str, Any]:
     return {name: dm.preset(name).saved() for name in PRESETS}
 
 
+def resolved_recipes() -> dict[str, Any]:
+    """How presets train, without their shapes; and what the rule of a table makes of small sizes, whole."""
+    recipes = {name: preset_config(name).saved() for name in RECIPES}
+    parts = {name: {part: fields for part, fields in r.items() if part != "model"} for name, r in recipes.items()}
+    rule = {f"attnres, depth {depth}": rule_config(depth).saved() for depth in (4, 12)}
+    return {**parts, **rule, "attnres, 24 x 96": rule_config(24, 96, "residual", tokens=1e6).saved()}
+
+
 def resolved_dial() -> dict[str, Any]:
     """All that one number decides."""
     found = {f"depth {depth}": TrainConfig.from_dial(depth).saved() for depth in DEPTHS}
@@ -76,7 +85,12 @@ def resolved_dial() -> dict[str, Any]:
     return found
 
 
-CONFIGURATIONS = {"mechanisms": resolved_mechanisms, "presets": resolved_presets, "dial": resolved_dial}
+CONFIGURATIONS = {
+    "mechanisms": resolved_mechanisms,
+    "presets": resolved_presets,
+    "recipes": resolved_recipes,
+    "dial": resolved_dial,
+}
 
 
 def losses(folder: Path, mixer: str, changes: Mapping[str, Any]) -> dict[str, list[float]]:

@@ -56,8 +56,8 @@ def test_facts_say_two_phases_exactly_where_reads_share_a_pass(name: str) -> Non
             assert probe.stack.facts.two_phase is shared, (name, dict(options), depth)
 
 
-def blocks_in(options: Any) -> tuple[int, int]:
-    return options.get("block_sublayers", 1), options.get("num_blocks", 1)
+def blocks_in(options: Any) -> list[int]:
+    return [options.get(name, 1) for name in ("block_sublayers", "num_blocks", "group_sublayers")]
 
 
 def traffic(name: str, depth: int, **options: Any) -> tuple[float, float]:
@@ -86,9 +86,10 @@ def test_the_papers_groups_of_16_at_128_sublayers_move_24_widths_and_show_says_s
 ) -> None:
     assert sum(in_groups(128, 16)) == 24
     assert two_phase_traffic(128, 16) == in_groups(128, 16)
+    assert traffic("attnres", 128, group_sublayers=16) == in_groups(128, 16)
     assert main(["show", "attnres", "--depth", "128"]) == 0
     page = " ".join(capsys.readouterr().out.split())
-    assert "the paper's 24·D at L = 128 is for groups of 16" in page
+    assert "the paper's 24·D at L = 128 is for `group_sublayers=16`" in page
     assert "groups of 11 sublayers" in page
 
 
@@ -98,6 +99,21 @@ def test_the_traffic_of_attnres_is_that_of_the_groups_it_reads_in(depth: int) ->
     assert traffic("attnres", depth) == pytest.approx(in_groups(depth, group), rel=1e-12)
     with torch.device("meta"):
         assert f"groups of {group} sublayers" in dm.DepthStack("attnres", dim=8, depth=depth).facts.note
+
+
+def test_a_group_size_that_nothing_is_read_in_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"attnres: group_sublayers=9; expected 1 to 8\. The network has 8 sublayers"):
+        dm.DepthStack("attnres", dim=8, depth=8, group_sublayers=9)
+    with pytest.raises(ValueError, match=r"group_sublayers=2; expected mixing='softmax'.* no window"):
+        dm.DepthStack("attnres", dim=8, depth=8, group_sublayers=2, window=3)
+
+
+def test_the_size_of_a_group_is_no_part_of_the_function() -> None:
+    """Weights load into any grouping, from files that know no such option too, and compute the same to rounding."""
+    plain, grouped = (make_probe("attnres", options, depth=12) for options in ({}, {"group_sublayers": 5}))
+    assert "group_sublayers" not in plain.stack.record()
+    grouped.stack.load_state_dict(plain.stack.state_dict())
+    assert (grouped.stack(plain.x, plain.sublayers) - plain.run()).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("depth", [1, 2, 7, 24])

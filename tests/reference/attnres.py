@@ -16,6 +16,7 @@ Row l = 2 ... L+1 reads v_0 and v_1 ... v_{l-1} (with a window W: v_0 and the W 
     h_l     = sum_i alpha_i v_i                 scale_by_count: n sum_i alpha_i v_i
 
 M_{i->l} = alpha_i (scale_by_count: n alpha_i) for the sources of row l, 0 for all others, and M_{0->1} = 1.
+No value depends on `group_sublayers`, which says only which reads share a pass.
 """
 
 import torch
@@ -146,6 +147,7 @@ def inputs(
     scale: float = 1.0,
     scale_by_count: bool = False,
     eps: float = 1e-6,
+    group_sublayers: int | None = None,
 ) -> list[torch.Tensor]:
     """[h_1, ..., h_{L+1}], each shaped like x."""
     return _run(x, sublayers, params, query, mixing, key_norm, heads, window, scale, scale_by_count, eps)[0]
@@ -164,6 +166,7 @@ def matrix(
     scale: float = 1.0,
     scale_by_count: bool = False,
     eps: float = 1e-6,
+    group_sublayers: int | None = None,
 ) -> torch.Tensor:
     """M [..., L+1, L+1], with heads [..., H, L+1, L+1]: the weights, each in the column of its source."""
     alphas = _run(x, sublayers, params, query, mixing, key_norm, heads, window, scale, scale_by_count, eps)[1]

@@ -156,6 +156,46 @@ def test_a_token_that_is_worth_more_is_found_out_and_so_is_its_price() -> None:
     assert needed(back, "tokens") == pytest.approx(1e6 / 1.5, rel=1e-3)
 
 
+def rendered(runs: list[Run], baselines: dict[str, str]) -> str:
+    return render(compare(runs, baselines), {}, ABOUT, {}, Path())
+
+
+@pytest.mark.parametrize("gain", [0.2, -0.2], ids=["better", "worse"])
+def test_one_validation_cannot_tell_what_a_token_is_worth(gain: float) -> None:
+    """Where the better run passed the other's final loss was not looked at: no factor of 1.00."""
+    arms = (("base", 0.0), ("arm", gain))
+    runs = [run(arm, seed, gain=more, noise=0.001, points=1) for seed in range(3) for arm, more in arms]
+    compared = compare(runs, {"arm": "base"})
+    (row,) = compared.rows
+    assert row.difference is not None
+    assert row.difference.excludes(0)
+    assert "and a token is worth" not in row.verdict
+    assert "what a token is worth cannot be told (a run was validated only once)" in row.verdict
+    told = json.loads(json.dumps(compared.to_dict()))["rows"][0]
+    assert told["speed_ups"] == {"tokens": None, "seconds": None, "flops": None}
+    assert told["needed"] == {"tokens": None, "seconds": None, "flops": None}
+    assert told["unknown"] == "a run was validated only once"
+    page = rendered(runs, {"arm": "base"})
+    needed_words = "beyond the run" if gain > 0 else "cannot tell"
+    assert f"| arm | base | cannot tell | cannot tell | cannot tell | {needed_words} | cannot tell |" in page
+    assert "arm: cannot tell, a run was validated only once. Validate more often" in page
+    assert "1.000×" not in page.partition("## Effective speed-up")[2]
+
+
+def test_a_loss_reached_before_the_first_validation_cannot_tell_either() -> None:
+    """Two validations, both of the better run below the other's final loss."""
+    runs = [run(arm, seed, gain=gain, points=2) for seed in range(3) for arm, gain in (("base", 0), ("arm", 0.9))]
+    (row,) = compare(runs, {"arm": "base"}).rows
+    assert row.unknown == "a run had the other's final loss before its first validation"
+    assert row.speed_ups["tokens"] is None
+    (back,) = compare(runs, {"base": "arm"}).rows
+    assert back.needed["tokens"] is None
+    assert "cannot tell" in rendered(runs, {"base": "arm"})
+    (visible,) = compare([run(a, 0, gain=g, points=2) for a, g in (("base", 0), ("arm", 0.1))], {"arm": "base"}).rows
+    assert visible.unknown == ""
+    assert visible.speed_ups["tokens"] is not None
+
+
 def test_a_curve_reaches_a_loss_for_good_between_its_points() -> None:
     xs, losses = [1.0, 2.0, 3.0, 4.0], [5.0, 3.0, 4.0, 2.0]
     assert reached(3.5, xs, losses) == pytest.approx(3.25), "not at 1.75, from where it rises again"

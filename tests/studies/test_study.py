@@ -321,12 +321,17 @@ def test_the_demo_ends_with_the_page_and_what_each_model_writes(text: Path, capf
     assert "depthmix compare --mixers residual block_attnres depth_attention" in Path("out/comparison.md").read_text()
 
 
-def test_scaling_fits_a_law_for_each_arm(text: Path) -> None:
+def test_scaling_fits_a_law_for_each_arm(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
     sets = [word for key, value in SMALL.items() if key != "run.steps" for word in ("--set", f"{key}={value}")]
     given = ["scaling", "--mixers", "residual", "attnres", "--sizes", "2x16", "4x32", "--tokens", "640"]
-    assert main([*given, *sets, "--data", str(text), "--folder", "study"]) == 0
+    assert main([*given, *sets, "--data", str(text), "--folder", "study", "--beside", "attnres-paper"]) == 0
     found = json.loads(Path("study/scaling.json").read_text())
     assert set(found["fits"]) == {"residual", "attnres"}
+    assert found["beside"]["source"] == "arXiv 2603.15031, Table 2"
+    regime = "arXiv 2603.15031, Table 2 has 205: this study has "
+    assert regime in Path("study/scaling.md").read_text()
+    assert regime in capfd.readouterr().out
+    assert regime in found["notes"][-1]
     assert len(found["factors"]["attnres"]) == 2
     assert (Path("study") / "figures" / "scaling.png").is_file()
     assert "## Compute-equivalent factor" in Path("study/scaling.md").read_text()

@@ -4,40 +4,68 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_format
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 import torch
+import tyro
 
-from depthmix.mechanisms import DepthStack, PluginError, kv_mechanism
+from depthmix.cli.shared import Several
+from depthmix.mechanisms import DepthStack, PluginError, is_kv, kv_mechanism, make_config, mechanism
 from depthmix.mechanisms.registry import naming_plugin, survey
-from depthmix.support.terminal import console, say
+from depthmix.support.checks import parse_value, split_pair
+from depthmix.support.terminal import console, say, styled
+
+EXAMPLE = "block_attnres.num_blocks=8"
 
 
-def run(dim: int = 768, depth: int = 24, json: bool = False) -> int:
+def run(
+    dim: int = 768,
+    depth: int = 24,
+    set_: Annotated[Several, tyro.conf.arg(name="set", aliases=("-s",), metavar="NAME.OPTION=VALUE")] = (),
+    json: bool = False,
+) -> int:
     """List the mechanisms with what they cost and keep; a plug-in that cannot be used is named on stderr.
 
     Args:
         dim: width for the figures.
         depth: number of sublayers for the figures.
+        set_: an option of one mechanism, such as block_attnres.num_blocks=8 or mhc.streams=2; repeat the flag for each.
         json: print a list of objects instead of a table.
     """
+    chosen = options_by_mechanism(set_, dim, depth)
     names, broken = survey("depth")
     rows = []
     for name in names:
         try:
             with naming_plugin(name):
-                rows.append(describe(on_meta(name, dim, depth)))
+                rows.append(describe(on_meta(name, dim, depth, **chosen.get(name, {}))))
         except PluginError as error:
             broken[name] = error
-    values = [describe_kv(name) for name in survey("kv")[0]]
+    values = [{**describe_kv(name), "options": chosen.get(name, {})} for name in survey("kv")[0]]
     for reason in broken.values():
         say(f"depthmix: {reason}. It is left out")
     if json:
         print(json_format.dumps([*rows, *values], indent=2, ensure_ascii=False))
     else:
-        print_table(rows, dim, depth)
+        print_table(rows, dim, depth, set_)
         print_values(values)
     return 0
+
+
+def options_by_mechanism(pairs: Sequence[str], dim: int, depth: int) -> Mapping[str, dict[str, Any]]:
+    """Of NAME.OPTION=VALUE, checked; a later pair prevails over an earlier one."""
+    chosen: dict[str, dict[str, Any]] = {}
+    for text in pairs:
+        key, value = split_pair(text, EXAMPLE)
+        name, dot, option = key.partition(".")
+        if not dot:
+            raise ValueError(f"{text!r}; expected a mechanism and its option as NAME.OPTION=VALUE, such as {EXAMPLE}")
+        chosen.setdefault(name, {})[option] = parse_value(value)
+    for name, options in chosen.items():
+        cls = kv_mechanism(name) if is_kv(name) else mechanism(name)
+        make_config(cls, name, options, dim=dim, depth=depth)
+    return chosen
 
 
 def on_meta(name: str, dim: int, depth: int, /, **options: Any) -> DepthStack:
@@ -84,11 +112,12 @@ def print_values(rows: list[dict[str, Any]]) -> None:
     terminal.print("\nFormulas, options and code of one mechanism: depthmix show NAME")
 
 
-def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
+def print_table(rows: list[dict[str, Any]], dim: int, depth: int, chosen: Sequence[str] = ()) -> None:
     from rich import box
     from rich.table import Table
 
-    title = f"Mechanisms with default options at D = {dim}, L = {depth} sublayers"
+    options = f"default options{' but ' + ', '.join(chosen) if chosen else ''}"
+    title = styled(f"Mechanisms with {options} at D = {dim}, L = {depth} sublayers")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("mechanism", no_wrap=True)
     table.add_column("arXiv", min_width=10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from depthmix.studies import Grid, Size, Study, make_arms, run_study
 from depthmix.studies.arms import per_parameter
 from depthmix.studies.page import describe_study
 from depthmix.studies.publish import check_target, write_study
+from depthmix.studies.published import describe_regime, find_published
 from depthmix.studies.scaling_page import (
     Scaling,
     draw_scaling,
@@ -40,6 +42,7 @@ def run(
     tokenizer: str = "bytes",
     set_: Annotated[Several, tyro.conf.arg(name="set", aliases=("-s",), metavar="KEY=VALUE")] = (),
     jobs: int = 1,
+    beside: str | None = None,
     publish: Path | None = None,
     json: bool = False,
 ) -> int:
@@ -63,6 +66,7 @@ def run(
         tokenizer: bytes, bpe:4096, or a tokenizer.json.
         set_: any field for all arms by its dotted key; once for each.
         jobs: runs at once, each with its share of the threads.
+        beside: draw and list a paper's own points and laws too, never as part of a fit: attnres-paper.
         publish: also copy all but weights, checkpoints and logs into this folder.
         json: print the whole result as one object.
     """
@@ -74,11 +78,13 @@ def run(
     if "run.steps" in grid.settings:
         raise ValueError("run.steps is the same for every size; expected --tokens or --tokens-per-parameter instead")
     check_target(publish, folder)
+    published = None if beside is None else find_published(beside)
     budget = per_parameter(tokens_per_parameter) if tokens is None else lambda config, asked: tokens
     arms = make_arms(grid, budget, across_sizes=False)
     with resumable():
         study = run_study(arms, seeds=seeds, folder=folder, lrs=lrs, lr_share=lr_share, jobs=jobs)
     scaling = fit_scaling(read_points(study), baseline=arms[0].mixer, irreducible=irreducible)
+    scaling = dataclasses.replace(scaling, notes=[*scaling.notes, describe_regime(study)], beside=published)
     provenance = describe_study(study, seeds=seeds)
     figures = draw_scaling(scaling, folder / "figures")
     text = render(scaling, study.sweeps, provenance, figures, folder)

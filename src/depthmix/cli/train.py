@@ -1,4 +1,4 @@
-"""`depthmix train`: one dial, everything else derived and open to change; a second start in a folder goes on."""
+"""`depthmix train`: a dial, a preset or a file, and every field open to change; a second start resumes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,21 @@ from depthmix.cli.shared import Several
 from depthmix.ops import keep_freed_memory
 from depthmix.support.checks import split_pair
 from depthmix.support.terminal import Progress, say
-from depthmix.training import BadLoss, CheckpointError, Interrupted, Result, TrainConfig, override, train
-from depthmix.training.dial import dial_tokens, split_mixer
+from depthmix.training import (
+    BadLoss,
+    CheckpointError,
+    Interrupted,
+    Result,
+    TrainConfig,
+    override,
+    preset_config,
+    rule_config,
+    train,
+)
+from depthmix.training.dial import dial_tokens
 from depthmix.training.overrides import check_excluding
 from depthmix.training.ranks import main_process
+from depthmix.training.recipes import RULE, chosen_mixers, describe_recipe
 
 
 def run(
@@ -29,6 +40,7 @@ def run(
     dim: int | None = None,
     data: str | None = None,
     tokenizer: str | None = None,
+    preset: str | None = None,
     config: Path | None = None,
     tokens: float | None = None,
     steps: int | None = None,
@@ -50,8 +62,10 @@ def run(
         dim: width; by default as the dial derives it.
         data: stdlib (the default), a folder, a text, JSONL or Parquet file, or hf:NAME.
         tokenizer: bytes (the default), bpe:4096, or a tokenizer.json.
+        preset: how a paper trained one of its models, such as attnres-194m, instead of the dial; or attnres with
+            --depth and --dim: the rule of that paper's table at another size.
         config: a TOML file to begin with instead of the dial, such as the config.toml of another run.
-        tokens: to train on; by default 20 for each parameter.
+        tokens: to train on; by default 20 per parameter, or as many as the preset has.
         steps: to train for; prevails over tokens.
         seed: of weights and data order.
         set_: any field by its dotted key, such as optimizer.lr=1e-3 or mixer.block_sublayers=4; once for each.
@@ -65,10 +79,13 @@ def run(
         *(split_pair(text, "optimizer.lr=1e-3") for text in set_),
         *((key, value) for key, value in flags.items() if value is not None),
     ]
-    chosen = resolve_config(folder, mixer, depth, dim, config, tokens, pairs)
+    chosen = resolve_config(folder, mixer, depth, dim, preset, config, tokens, pairs)
+    numbers = "" if preset is None else describe_recipe(preset, chosen)
     if print_config:
-        print(chosen.to_toml(), end="")
+        print(f"# {numbers}\n{chosen.to_toml()}" if numbers else chosen.to_toml(), end="")
         return 0
+    if numbers and main_process():
+        say(numbers)
     if chosen.run.device == "cpu":
         keep_freed_memory()
     result = train_until_stopped(chosen, restart, TrainingProgress(every))
@@ -116,27 +133,23 @@ def resolve_config(
     mixer: str | None,
     depth: int | None,
     dim: int | None,
+    preset: str | None,
     file: Path | None,
     tokens: float | None,
     pairs: list[tuple[str, Any]],
 ) -> TrainConfig:
-    """File or dial first, then dotted keys, the later ones last. A folder alone says it all, to begin anew too."""
+    """File, preset or dial first, then dotted keys, the later ones last. A folder alone says it all, to restart too."""
     if tokens is not None and not 0 < tokens < math.inf:
         raise ValueError(f"tokens={tokens}; expected a number above 0")
     saved = None if folder is None else folder / "config.toml"
-    if saved is not None and saved.is_file() and file is None and depth is None and dim is None and mixer is None:
+    if saved is not None and saved.is_file() and all(given is None for given in (file, preset, depth, dim, mixer)):
         file = saved
+    check_one_start(file, preset, depth, dim)
     keys = dict(pairs)
     if file is not None:
-        for name, key, given in (("depth", "layers", depth), ("dim", "dim", dim)):
-            if given is not None:
-                raise ValueError(f"{name}={given} beside config={file}; expected one of them, or set model.{key}")
-        if not file.is_file():
-            raise FileNotFoundError(f"no configuration at {file}; expected a TOML file such as a run's config.toml")
-        config = TrainConfig.from_file(file)
-        children = {"mixer": "residual", "kv_mixer": None, **split_mixer(mixer)} if mixer is not None else {}
-        for name, value in children.items():
-            config = override(config, f"model.{name}", value)
+        config = from_file(file, mixer)
+    elif preset is not None and preset != RULE:
+        config = preset_config(preset, mixer, tokenizer=keys.get("data.tokenizer"))
     else:
         # Fields of the model that others follow from must be there when these are derived.
         sizes: dict[str, Any] = {
@@ -144,17 +157,41 @@ def resolve_config(
         }
         if dim is not None:
             sizes["dim"] = dim
-        tokenizer = keys.get("data.tokenizer", "bytes")
+        sizes["tokenizer"] = keys.get("data.tokenizer", "bytes")
         dial = 12 if depth is None else depth
-        optimizer = keys.get("optimizer.name", "muon")
-        config = TrainConfig.from_dial(dial, mixer or "residual", tokenizer=tokenizer, optimizer=optimizer, **sizes)
+        if preset == RULE:
+            config = rule_config(dial, mixer=mixer, tokens=tokens, **sizes)
+        else:
+            optimizer = keys.get("optimizer.name", "muon")
+            config = TrainConfig.from_dial(dial, mixer or "residual", optimizer=optimizer, **sizes)
+    recipe_tokens = config.run.steps * config.tokens_per_step
     for key, value in [*pairs, *([] if folder is None else [("run.folder", str(folder))])]:
         config = override(config, key, value)
     check_excluding(config, keys)
     if tokens is None and file is None:
-        tokens = dial_tokens(config.model)
+        tokens = dial_tokens(config.model) if preset is None else recipe_tokens
     if tokens is not None and "run.steps" not in keys:
         config = override(config, "run.steps", max(1, round(tokens / config.tokens_per_step)))
+    return config
+
+
+def check_one_start(file: Path | None, preset: str | None, depth: int | None, dim: int | None) -> None:
+    """A file, a preset and the dial exclude each other; the rule of a table takes the dial's sizes."""
+    if file is not None and preset is not None:
+        raise ValueError(f"preset={preset} beside config={file}; expected one of them")
+    start = f"config={file}" if file is not None else f"preset={preset}" if preset not in (None, RULE) else None
+    for name, key, given in (("depth", "layers", depth), ("dim", "dim", dim)):
+        if start is not None and given is not None:
+            other = f", or --preset {RULE} for other sizes" if file is None else ""
+            raise ValueError(f"{name}={given} beside {start}; expected one of them, or set model.{key}{other}")
+
+
+def from_file(file: Path, mixer: str | None) -> TrainConfig:
+    if not file.is_file():
+        raise FileNotFoundError(f"no configuration at {file}; expected a TOML file such as a run's config.toml")
+    config = TrainConfig.from_file(file)
+    for name, value in chosen_mixers(mixer).items():
+        config = override(config, f"model.{name}", value)
     return config
 
 

@@ -17,12 +17,33 @@ from depthmix.support.checks import check_range
 class AttnResConfig(SourceAttentionConfig):
     window: int | None = option(None, "read the embedding and this many newest outputs only")
     scale_by_count: bool = option(False, "multiply by the number of sources: PreNorm at the start, exactly")
+    group_sublayers: int | None = option(None, "sublayers that share phase 1 of a read; by default about √L")
 
     def check(self, *, dim: int, depth: int) -> None:
         super().check(dim=dim, depth=depth)
         if self.window is not None:
             check_range("window", self.window, 1)
         check_count(self.scale_by_count, self.mixing)
+        if self.group_sublayers is not None:
+            check_range("group_sublayers", self.group_sublayers, 1, depth, f"The network has {depth} sublayers")
+            if not self.single_softmax:
+                raise ValueError(
+                    f"group_sublayers={self.group_sublayers}; expected mixing='softmax', query='static', heads=1 and "
+                    "no window: other reads share no pass"
+                )
+
+    def resolved(self, *, dim: int, depth: int) -> dict[str, Any]:
+        size = self.group_size(depth) if self.single_softmax else None
+        return {**super().resolved(dim=dim, depth=depth), "group_sublayers": size}
+
+    def function(self, *, dim: int, depth: int) -> dict[str, Any]:
+        options = super().function(dim=dim, depth=depth)
+        del options["group_sublayers"]  # decides the order of sums, and no value
+        return options
+
+    def group_size(self, depth: int) -> int:
+        """Sites that share phase 1; about √L needs the least traffic, where it divides L."""
+        return max(1, round(depth**0.5)) if self.group_sublayers is None else self.group_sublayers
 
     @property
     def counts_sources(self) -> bool:
@@ -46,8 +67,8 @@ class AttnRes(TwoPhaseAttention):
     (4) h_l = Σ_i α_i v_i
     (5) the sources grow by v_l
 
-    Traffic is counted as in the paper's appendix B, for the groups of about √L sublayers that share phase 1 here; the
-    paper's 24·D at L = 128 is for groups of 16.
+    Traffic is counted as in the paper's appendix B, for groups of about √L sublayers that share phase 1; the paper's
+    24·D at L = 128 is for `group_sublayers=16`.
 
     State: the sources, oldest first. w starts at 0, as the paper demands: uniform weights, the PreNorm network up to
     the scale that each reader's norm removes.
@@ -66,6 +87,7 @@ class AttnRes(TwoPhaseAttention):
         {"window": 1, "heads": 2},
         {"scale_by_count": True},
         {"scale_by_count": True, "mixing": "static"},
+        {"group_sublayers": 3},
     )
 
     @classmethod
@@ -73,8 +95,8 @@ class AttnRes(TwoPhaseAttention):
         window = config.window if config.window is not None and config.window < depth else None
         rows = [config.sources(index) for index in range(depth + 1)]
         sums = {"softmax": 1, "static": 1, "linear": 1}.get(config.mixing)
-        shares, size = cls.in_two_phases(config, depth), two_phase_block(depth)
-        reads, writes = two_phase_traffic(depth) if shares else (config.direct_reads(rows[:-1]) / depth, 1.0)
+        shares, size = cls.in_two_phases(config, depth), config.group_size(depth)
+        reads, writes = two_phase_traffic(depth, size) if shares else (config.direct_reads(rows[:-1]) / depth, 1.0)
         return Facts(
             preserves_prenorm=config.prenorm() if window is None else "no",
             rank=config.rank(dim, rank_cap(depth) if window is None else min(window + 1, rank_cap(depth))),
@@ -88,11 +110,11 @@ class AttnRes(TwoPhaseAttention):
 
     @classmethod
     def group_size(cls, config: Any, depth: int) -> int:
-        return two_phase_block(depth)
+        return int(config.group_size(depth))
 
     @classmethod
     def finished(cls, config: Any, site: Site) -> int:
-        return 1 + site.index - site.index % two_phase_block(site.depth)
+        return 1 + site.index - site.index % int(config.group_size(site.depth))
 
     def spec(self, site: Site) -> StateSpec:
         count = self.config.sources(site.index)
@@ -107,17 +129,11 @@ class AttnRes(TwoPhaseAttention):
         return (*state[:1], *(*state[1:], v)[-self.kept :])  # (5)
 
 
-def two_phase_block(depth: int) -> int:
-    """Sites that share phase 1; about √L needs the least traffic, where it divides L."""
-    return max(1, round(depth**0.5))
-
-
-def two_phase_traffic(depth: int, block: int | None = None) -> tuple[float, float]:
+def two_phase_traffic(depth: int, group: int) -> tuple[float, float]:
     """Reads and writes of full AttnRes per sublayer, in widths, counted as the paper's appendix B does.
 
     Keys and values count separately; the embedding, and reading back what phase 1 found, do not count.
     """
-    block = block or two_phase_block(depth)
-    ahead = sum(2 * start for start in range(0, depth, block))  # phase 1, once a group
-    recent = sum(2 * (index % block) for index in range(depth))  # phase 2, at every site
+    ahead = sum(2 * start for start in range(0, depth, group))  # phase 1, once per group
+    recent = sum(2 * (index % group) for index in range(depth))  # phase 2, at every site
     return (ahead + recent) / depth, 2.0

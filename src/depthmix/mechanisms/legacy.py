@@ -17,7 +17,7 @@ from depthmix.support.files import FORMAT
 FAMILY = {"query": "static", "mixing": "softmax", "key_norm": True, "heads": 1, "scale": 1.0, "eps": 1e-6}
 # Every option of every mechanism as 0.1.0 had it; an option that came later with the value that computes the same.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "attnres": {**FAMILY, "window": None, "scale_by_count": False},
+    "attnres": {**FAMILY, "window": None, "scale_by_count": False, "group_sublayers": None},
     "block_attnres": {**FAMILY, "block_sublayers": None, "num_blocks": None, "scale_by_count": False},
     "ddl": {
         "value_width": 1,

@@ -102,7 +102,8 @@ class Row:
     seeds: tuple[int, ...]  # those that both have
     difference: Estimate | None = None  # of the final validation loss; below 0: the arm is better
     speed_ups: Mapping[Axis, Estimate | None] = field(default_factory=dict)
-    needed: Mapping[Axis, float | None] = field(default_factory=dict)  # by the baseline, mean; None: beyond
+    unknown: str = ""  # why the curves cannot tell what a token, a second or a FLOP is worth
+    needed: Mapping[Axis, float | None] = field(default_factory=dict)  # by the baseline, mean; None: beyond, or unknown
     crossings: Mapping[Axis, list[Crossing]] = field(default_factory=dict)
     tokens_per_second: Estimate | None = None
     undecided: str = ""  # why tokens/s and wall-clock say nothing here
@@ -170,7 +171,8 @@ def make_row(arm: str, base: str, pairs: Sequence[tuple[Run, Run]], deviation: f
         verdict = f"{arm}: no statement, because no seed was finished by it and by {base}."
         return Row(arm=arm, baseline=base, seeds=(), verdict=verdict)
     difference = estimate([a.final - b.final for a, b in pairs])
-    speed_ups: dict[Axis, Estimate | None] = {axis: speed_up(pairs, axis) for axis in AXES}
+    unknown = unknown_reason(pairs)
+    speed_ups: dict[Axis, Estimate | None] = {axis: None if unknown else speed_up(pairs, axis) for axis in AXES}
     speed = speed_ratio(pairs)
     reason = undecided_reason(speed, deviation)
     memory = ratio([a.memory_bytes for a, _ in pairs], [b.memory_bytes for _, b in pairs])
@@ -180,14 +182,30 @@ def make_row(arm: str, base: str, pairs: Sequence[tuple[Run, Run]], deviation: f
         seeds=tuple(run.seed for run, _ in pairs),
         difference=difference,
         speed_ups=speed_ups,
+        unknown=unknown,
         needed={axis: needed(pairs, axis) for axis in AXES},
         crossings={axis: crossings(pairs, axis) for axis in AXES},
         tokens_per_second=speed,
         undecided=reason,
         memory=memory,
         parameters=pairs[0][0].parameters / pairs[0][1].parameters,
-        verdict=verdict_of(arm, base, difference, speed_ups["tokens"], describe_cost(base, speed, reason, memory)),
+        verdict=verdict_of(
+            arm,
+            base,
+            difference,
+            describe_worth(base, speed_ups["tokens"], unknown),
+            describe_cost(base, speed, reason, memory),
+        ),
     )
+
+
+def unknown_reason(pairs: Sequence[tuple[Run, Run]]) -> str:
+    """A run that has the other's final loss at its first validation got there at a point that nobody looked at."""
+    if any(min(len(arm.losses), len(base.losses)) == 1 for arm, base in pairs):
+        return "a run was validated only once"
+    if any(max(run.losses) <= max(arm.final, base.final) for arm, base in pairs for run in (arm, base)):
+        return "a run had the other's final loss before its first validation"
+    return ""
 
 
 def reached(target: float, xs: Sequence[float], losses: Sequence[float]) -> float | None:
@@ -218,10 +236,14 @@ def speed_up(pairs: Sequence[tuple[Run, Run]], axis: Axis) -> Estimate | None:
 
 
 def needed(pairs: Sequence[tuple[Run, Run]], axis: Axis) -> float | None:
-    """What the baseline needs for the arm's final loss, the mean over pairs; None where one never gets there."""
+    """What the baseline needs for the arm's final loss, the mean over pairs.
+
+    None where one never gets there, or was there before its first validation.
+    """
     ends = [reached(arm.final, base.axis(axis), base.losses) for arm, base in pairs]
     inside = [end for end in ends if end is not None]
-    return math.fsum(inside) / len(ends) if len(inside) == len(ends) else None
+    seen = all(max(base.losses) > arm.final for arm, base in pairs)
+    return math.fsum(inside) / len(ends) if seen and len(inside) == len(ends) else None
 
 
 def crossings(pairs: Sequence[tuple[Run, Run]], axis: Axis) -> list[Crossing]:
@@ -263,7 +285,13 @@ def describe_cost(base: str, speed: Estimate, undecided: str, memory: Estimate) 
     return f"it trained at {speed.mean:.2f} times {base}'s tokens/s in {memory.mean:.2f} times its memory"
 
 
-def verdict_of(arm: str, base: str, difference: Estimate, speed_up: Estimate | None, cost: str) -> str:
+def describe_worth(base: str, speed_up: Estimate | None, unknown: str) -> str:
+    if unknown:
+        return f"; what a token is worth cannot be told ({unknown})"
+    return "" if speed_up is None else f", and a token is worth {speed_up.mean:.2f} of {base}'s"
+
+
+def verdict_of(arm: str, base: str, difference: Estimate, worth: str, cost: str) -> str:
     """One sentence, which says "no difference" where that is so."""
     size, n = f"{abs(difference.mean):.4f}", len(difference.values)
     side = "lower" if difference.mean < 0 else "higher"
@@ -280,7 +308,6 @@ def verdict_of(arm: str, base: str, difference: Estimate, speed_up: Estimate | N
             f"{difference.visible:.4f} would have been seen with {POWER:.0%} probability, a smaller one less often; "
             f"{cost}."
         )
-    worth = "" if speed_up is None else f", and a token is worth {speed_up.mean:.2f} of {base}'s"
     return f"{arm}: a final loss {size} {side} than {base}'s ({interval}){worth}; {cost}."
 
 

@@ -30,7 +30,7 @@ def render(
             "",
             *markdown_table(SPEED_HEADINGS, [speed_cells(row) for row in comparison.rows]),
         ]
-        lines += ["", SPEED_NOTE]
+        lines += ["", SPEED_NOTE, *unknown_lines(comparison.rows)]
     if sweeps:
         lines += ["", "## Learning rates", "", *sweep_table(sweeps), *edge_notes(sweeps)]
         lines += figure_lines(figures, "learning_rates", page_folder)
@@ -60,6 +60,7 @@ SPEED_NOTE = (
     "understate how far from 1 they are. With several seeds curves cross only where the paired interval excludes 0 on "
     "both sides."
 )
+UNKNOWN = "cannot tell"
 
 
 def loss_cells(comparison: Comparison) -> list[Sequence[str]]:
@@ -98,19 +99,31 @@ def cost_cells(row: Row) -> Sequence[str]:
 def speed_cells(row: Row) -> Sequence[str]:
     if not row.seeds:
         return (row.arm, row.baseline, *[""] * (len(AXES) + 2))
-    ups = {axis: f"{factor(e)} {bracketed(e)}".strip() for axis, e in row.speed_ups.items()}
+    ups = {axis: UNKNOWN if row.unknown else f"{factor(e)} {bracketed(e)}".strip() for axis, e in row.speed_ups.items()}
     axes: list[Axis] = ["tokens", "seconds"]
     if row.undecided:
         ups["seconds"], axes = "undecided", ["tokens"]
-    need = row.needed.get("tokens")
     crossed = [crossed_at(row.crossings[axis], axis) for axis in axes if row.crossings[axis]]
     return (
         row.arm,
         row.baseline,
         *(ups[axis] for axis in AXES),
-        "beyond the run" if need is None else amount(need, "tokens"),
-        "; ".join(crossed) or "nowhere",
+        needed_cell(row),
+        "; ".join(crossed) or (UNKNOWN if row.unknown else "nowhere"),
     )
+
+
+def needed_cell(row: Row) -> str:
+    if (need := row.needed.get("tokens")) is not None:
+        return amount(need, "tokens")
+    beyond = row.difference is not None and any(value < 0 for value in row.difference.values)
+    return "beyond the run" if beyond else UNKNOWN
+
+
+def unknown_lines(rows: Sequence[Row]) -> list[str]:
+    """Why the table has no factors for some arms, and what to do."""
+    remedy = "Validate more often: set a smaller run.validate_every"
+    return [line for row in rows if row.unknown for line in ("", f"{row.arm}: {UNKNOWN}, {row.unknown}. {remedy}.")]
 
 
 def crossed_at(crossings: Sequence[Crossing], axis: Axis) -> str:

@@ -12,6 +12,7 @@ from depthmix.analysis.figures import new_figure, save
 from depthmix.studies.comparison import Run
 from depthmix.studies.comparison_figures import COLOURS, MARKERS, Sweeps
 from depthmix.studies.page import Provenance, edge_notes, figure_lines, markdown_table, provenance_lines, sweep_table
+from depthmix.studies.published import Published, draw_published, published_lines
 from depthmix.studies.scaling import Factor, Fit, factor_between, fit, verdict_of
 from depthmix.studies.study import Study, best_rate, read_runs
 
@@ -45,6 +46,7 @@ class Scaling:
     factors: dict[str, list[Factor]]  # by arm, over the baseline's sizes
     verdicts: list[str]
     notes: list[str]
+    beside: Published | None = None  # a paper's own figures, drawn and listed with these and part of no fit
 
     @property
     def has_irreducible(self) -> bool:
@@ -56,7 +58,7 @@ class Scaling:
         return f"L(C) = {'irreducible + ' if self.has_irreducible else ''}a (C / unit)^(−b)"
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "beside": None if self.beside is None else self.beside.to_dict()}
 
 
 def read_points(study: Study) -> list[Point]:
@@ -126,6 +128,7 @@ def render(
             FACTOR_NOTE,
         ]
     lines += ["", "## Sizes", "", *markdown_table(SIZE_HEADINGS, size_cells(scaling))]
+    lines += [] if scaling.beside is None else published_lines(scaling.beside)
     if any(best_rate(losses) is not None for losses in sweeps.values()):
         lines += ["", "## Learning rates", "", *sweep_table(sweeps), *edge_notes(sweeps)]
     return "\n".join([*lines, *provenance_lines(provenance)]) + "\n"
@@ -215,6 +218,8 @@ def draw_scaling(scaling: Scaling, folder: Path) -> dict[str, Path]:
             axis.plot(xs, [f.law.loss(x) for x in xs], color=colour, linewidth=1.2, linestyle="-" if k == 0 else "--")
             label = f"{arm}: b = {f.law.b:.3f}"
         axis.plot([p.compute for p in mine], [p.loss for p in mine], marker, color=colour, markersize=6, label=label)
+    if scaling.beside is not None:
+        draw_published(axis, scaling.beside)
     axis.set_xscale("log")
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter("{x:.2f}")
@@ -223,6 +228,7 @@ def draw_scaling(scaling: Scaling, folder: Path) -> dict[str, Path]:
     axis.set_ylabel("final validation loss")
     axis.grid(color="0.92", which="both")
     axis.set_axisbelow(True)
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    ncols = 3 if scaling.beside is None else 2  # names of papers are long
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=ncols, fontsize=8, frameon=False)
     save(figure, folder / "scaling.png")
     return {"scaling": folder / "scaling.png"}

@@ -21,6 +21,7 @@ from depthmix.training.folder import Result
 from depthmix.training.loop import Interrupted, train
 from depthmix.training.metrics import read_metrics
 from depthmix.training.overrides import override
+from depthmix.training.recipes import preset_config, rule_config
 
 __all__ = [
     "BadLoss",
@@ -38,8 +39,10 @@ __all__ = [
     "load_run",
     "open_corpus",
     "override",
+    "preset_config",
     "read_config",
     "read_metrics",
+    "rule_config",
     "score",
     "train",
 ]
