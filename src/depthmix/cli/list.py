@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from depthmix.mechanisms import DepthStack, PluginError, kv_mechanism
+from depthmix.mechanisms import DepthStack, KVStack, PluginError, kv_mechanism
 from depthmix.mechanisms.registry import naming_plugin, survey
 from depthmix.support.terminal import console, say
 
@@ -29,7 +29,7 @@ def run(dim: int = 768, depth: int = 24, json: bool = False) -> int:
                 rows.append(describe(on_meta(name, dim, depth)))
         except PluginError as error:
             broken[name] = error
-    values = [describe_kv(name) for name in survey("kv")[0]]
+    values = [describe_kv(name, depth) for name in survey("kv")[0]]
     for reason in broken.values():
         say(f"depthmix: {reason}. It is left out")
     if json:
@@ -61,12 +61,26 @@ def describe(stack: DepthStack) -> dict[str, Any]:
         "depth": stack.depth,
         "options": dataclasses.asdict(stack.config),
         **dataclasses.asdict(stack.facts),
+        **state_figures(stack),
     }
 
 
-def describe_kv(name: str) -> dict[str, Any]:
+def describe_kv(name: str, depth: int, /, **options: Any) -> dict[str, Any]:
+    """What a mechanism inside attention says of itself, in a decoder of `depth` sublayers."""
     cls = kv_mechanism(name)
-    return {"name": name, "kind": "kv", "paper": cls.paper, "state": cls.holds}
+    with torch.device("meta"):
+        stack = KVStack(name, head_dim=2, depth=max(1, depth // 2), **options)
+    return {"name": name, "kind": "kv", "paper": cls.paper, "state": cls.holds, **state_figures(stack)}
+
+
+def state_figures(stack: DepthStack | KVStack) -> dict[str, float]:
+    at_cut, in_read = stack.state_widths()
+    return {"state_at_cut_in_widths": at_cut, "state_in_read_in_widths": in_read}
+
+
+def widths(row: dict[str, Any]) -> str:
+    """Both sizes of a state, as a table shows them."""
+    return " / ".join(f"{row[f'state_{where}_in_widths']:.1f}".removesuffix(".0") for where in ("at_cut", "in_read"))
 
 
 def print_values(rows: list[dict[str, Any]]) -> None:
@@ -75,12 +89,13 @@ def print_values(rows: list[dict[str, Any]]) -> None:
 
     title = "Inside attention: values mixed over depth, with any of the above"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for heading in ("mechanism", "arXiv", "state"):
+    for heading in ("mechanism", "arXiv", "state", "widths"):
         table.add_column(heading, no_wrap=heading == "mechanism")
     for row in rows:
-        table.add_row(row["name"], row["paper"].removeprefix("arXiv "), row["state"])
+        table.add_row(row["name"], row["paper"].removeprefix("arXiv "), row["state"], widths(row))
     terminal = console()
     terminal.print(table)
+    terminal.print("widths   here of the key-value heads together")
     terminal.print("\nFormulas, options and code of one mechanism: depthmix show NAME")
 
 
@@ -93,6 +108,7 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
     table.add_column("mechanism", no_wrap=True)
     table.add_column("arXiv", min_width=10)
     table.add_column("state")
+    table.add_column("widths", justify="right", no_wrap=True)
     table.add_column("params", justify="right", no_wrap=True)
     table.add_column("rank", justify="right", no_wrap=True)
     table.add_column("traffic", justify="right", no_wrap=True)
@@ -103,6 +119,7 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
             row["name"],
             row["paper"].removeprefix("arXiv ").replace(", ", "\n"),
             row["state"],
+            widths(row),
             f"{row['parameters']:,}",
             "–" if row["rank"] is None else str(row["rank"]),
             f"{row['reads'] / dim:.3g}+{row['writes'] / dim:.3g}",
@@ -111,6 +128,7 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
         )
     terminal = console()
     terminal.print(table)
+    terminal.print("widths   of the state per token, in D: at a cut / in a read, with results for later reads")
     terminal.print("rank     semiseparable rank of the depth mixing matrix M, generic coefficients")
     terminal.print("traffic  widths D read + written per token and sublayer, keys and values apart")
     terminal.print("two-phase  queries are known in advance: reads of several sites share a pass")
