@@ -80,7 +80,7 @@ def state_figures(stack: DepthStack | KVStack) -> dict[str, float]:
 
 def widths(row: dict[str, Any]) -> str:
     """Both sizes of a state, as a table shows them."""
-    return " / ".join(f"{row[f'state_{where}_in_widths']:.1f}".removesuffix(".0") for where in ("at_cut", "in_read"))
+    return "/".join(f"{row[f'state_{where}_in_widths']:.1f}".removesuffix(".0") for where in ("at_cut", "in_read"))
 
 
 def print_values(rows: list[dict[str, Any]]) -> None:
@@ -89,13 +89,13 @@ def print_values(rows: list[dict[str, Any]]) -> None:
 
     title = "Inside attention: values mixed over depth, with any of the above"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for heading in ("mechanism", "arXiv", "state", "widths"):
+    for heading in ("mechanism", "arXiv", "state"):
         table.add_column(heading, no_wrap=heading == "mechanism")
     for row in rows:
-        table.add_row(row["name"], row["paper"].removeprefix("arXiv "), row["state"], widths(row))
+        table.add_row(row["name"], row["paper"].removeprefix("arXiv "), f"{row['state']} {widths(row)}·K")
     terminal = console()
     terminal.print(table)
-    terminal.print("widths   here of the key-value heads together")
+    terminal.print("K        width of all key-value heads together")
     terminal.print("\nFormulas, options and code of one mechanism: depthmix show NAME")
 
 
@@ -108,7 +108,6 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
     table.add_column("mechanism", no_wrap=True)
     table.add_column("arXiv", min_width=10)
     table.add_column("state")
-    table.add_column("widths", justify="right", no_wrap=True)
     table.add_column("params", justify="right", no_wrap=True)
     table.add_column("rank", justify="right", no_wrap=True)
     table.add_column("traffic", justify="right", no_wrap=True)
@@ -118,8 +117,7 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
         table.add_row(
             row["name"],
             row["paper"].removeprefix("arXiv ").replace(", ", "\n"),
-            row["state"],
-            widths(row),
+            f"{row['state']} {widths(row)}·D",  # no column of its own: 80 columns hold no more
             f"{row['parameters']:,}",
             "–" if row["rank"] is None else str(row["rank"]),
             f"{row['reads'] / dim:.3g}+{row['writes'] / dim:.3g}",
@@ -128,7 +126,7 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
         )
     terminal = console()
     terminal.print(table)
-    terminal.print("widths   of the state per token, in D: at a cut / in a read, with results for later reads")
+    terminal.print("state    and its widths D per token: at a cut/in a read, derived results included")
     terminal.print("rank     semiseparable rank of the depth mixing matrix M, generic coefficients")
     terminal.print("traffic  widths D read + written per token and sublayer, keys and values apart")
     terminal.print("two-phase  queries are known in advance: reads of several sites share a pass")
