@@ -287,6 +287,11 @@ def test_a_window_without_outputs_is_refused(window: int) -> None:
             {"normalize": True, "feature_map": "elu1", "rule": "delta"},
             ["normalize=True", "rule='delta'", "'plain' or 'gated'"],
         ),
+        (
+            "linear_attention",
+            {"normalize": True, "feature_map": "elu1", "rule": "gated_delta"},
+            ["normalize=True", "rule='gated_delta'", "'plain' or 'gated'"],
+        ),
         ("ddl", {"beta": 0.0}, ["beta=0.0", "between 0", "2"]),
         ("ddl", {"beta": 2.0}, ["beta=2.0", "between 0", "2"]),
         ("mhc", {"streams": 1}, ["streams=1", "at least 2", "'residual'"]),

@@ -81,7 +81,7 @@ def test_show_takes_options_and_sizes(capsys: pytest.CaptureFixture[str]) -> Non
     page = json.loads(capsys.readouterr().out)
     assert page["options"]["mixing"] == "sigmoid"
     assert page["note"] == "6 blocks of 4 sublayers"
-    assert page["cost"]["largest_state_bytes_per_token"] == 7 * 64 * 2
+    assert page["cost"]["state_in_read_bytes_per_token"] == 7 * 64 * 2
     assert {row["option"] for row in page["option_table"]} >= {"heads", "num_blocks", "scale_by_count"}
     assert all(row["meaning"] for row in page["option_table"])
     assert all(row["code"] for row in page["equations"])

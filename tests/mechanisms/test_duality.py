@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import elu, logsigmoid, scaled_dot_product_attention
+from torch.nn.functional import elu, logsigmoid, scaled_dot_product_attention, softplus
 
 import depthmix as dm
 from depthmix.analysis.invariants import Probe, make_probe
@@ -169,6 +169,12 @@ def delta_writes(stack: dm.DepthStack, traced: dm.Trace) -> list[tuple[Tensor, T
     return found
 
 
+def gates(stack: dm.DepthStack, traced: dm.Trace) -> list[Tensor]:
+    """g [..., 1] of every write of the gated delta rule, from the parameters; 1 for the embedding."""
+    logits = [norm(v) @ m.gate_weight[:, None] + m.gate_bias for m, v in zip(stack, traced.sources[1:], strict=True)]
+    return [torch.ones_like(logits[0]), *(torch.sigmoid(z) for z in logits)]
+
+
 def recall(memory: Tensor, key: Tensor) -> Tensor:
     """Sᵀk of S [..., R, D]."""
     return (memory * key.unsqueeze(-1)).sum(-2)
@@ -234,6 +240,20 @@ def test_the_delta_rule_is_a_gradient_step_on_the_squared_loss(options, size):
             same(held[i][0], memory)
 
 
+@pytest.mark.parametrize("options", [{"rank": 1}, {"rank": 3}, {"rank": 2, "feature_map": "elu1"}])
+@on_networks
+def test_the_gated_delta_rule_is_a_gradient_step_on_the_squared_loss_after_a_decay(options, size):
+    probe, traced = network("linear_attention", size, rule="gated_delta", **options)
+    held = states(probe)
+    memory = traced.sources.new_zeros(*size["tokens"], options["rank"], size["dim"])
+    steps = zip(delta_writes(probe.stack, traced), gates(probe.stack, traced), traced.sources, strict=True)
+    for i, ((key, beta), gate, v) in enumerate(steps):
+        left = gate.unsqueeze(-1) * memory
+        memory = trained(left, lambda S, k=key, v=v: squared_loss(S, k, v), beta.unsqueeze(-1))
+        if i:
+            same(held[i][0], memory)
+
+
 @pytest.mark.parametrize("value_width", [1, 3])
 @on_networks
 def test_ddl_is_a_gradient_step_on_the_squared_loss_with_the_channels_as_memory(value_width, size):
@@ -248,18 +268,25 @@ def test_ddl_is_a_gradient_step_on_the_squared_loss_with_the_channels_as_memory(
 # Linear attention and its relatives: one formula over time and over depth.
 
 
+def decay_matrix(decay: Tensor) -> Tensor:
+    """∏_{j=i+1}^{r} decay_j in row r and column i, from decays [..., n, 1]: cumulative products, 1-semiseparable."""
+    total = decay.log().cumsum(-2)
+    return (total - total.mT).tril().exp().tril()
+
+
 def parallel_form(stack: dm.DepthStack, traced: dm.Trace) -> Tensor:
-    """The masked matrix of linear attention, gated linear attention or DeltaNet; row 0 is left to the caller."""
+    """The masked matrix of linear attention, with a gate, by the delta rule or both; row 0 is left to the caller."""
     config = stack.config
     feature = phi if config.feature_map == "elu1" else lambda u: u
     reads = [feature(m.query.detach()) for m in stack.all_mixers()[1:]]
     query = torch.stack([torch.zeros_like(reads[0]), *reads])  # [n, R]
     embedding, *later = writes(traced)
-    if config.rule == "delta":
+    if config.erases:
         K, beta = (along(found) for found in zip(*delta_writes(stack, traced), strict=True))
         unit = torch.eye(K.shape[-2], dtype=K.dtype)
         solve = torch.linalg.inv(unit + beta * (K @ K.mT).tril(-1))
-        return (query @ K.mT).tril() @ solve * beta.mT
+        weights = (query @ K.mT).tril() @ solve * beta.mT
+        return weights * decay_matrix(along(gates(stack, traced))) if config.rule == "gated_delta" else weights
     K = along([embedding.gain, *(w.gain for w in later)])
     if config.rule == "gated":
         decay = [w.transition for w in later]
@@ -278,6 +305,8 @@ def parallel_form(stack: dm.DepthStack, traced: dm.Trace) -> Tensor:
         {"rule": "gated", "feature_map": "elu1", "normalize": True},
         {"rule": "delta"},
         {"rule": "delta", "rank": 1, "feature_map": "elu1"},
+        {"rule": "gated_delta"},
+        {"rule": "gated_delta", "rank": 1, "feature_map": "elu1"},
     ],
 )
 @on_networks
@@ -300,6 +329,99 @@ def test_gated_linear_attention_with_one_constant_decay_is_retention_over_depth(
     query = torch.stack([m.query.detach() for m in probe.stack.all_mixers()[1:]])
     keys = along([w.gain for w in writes(traced)])
     same(traced.M[..., 1:, :], query @ keys.mT * mask[1:])
+
+
+@pytest.mark.parametrize("feature_map", ["identity", "elu1"])
+@on_networks
+def test_the_gated_delta_rule_over_depth_is_gated_deltanet_over_time(feature_map, size):
+    """The paper's recurrence S_t = S_{t−1} g_t (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ, o_t = S_t q_t, token by token."""
+    probe, traced = network("linear_attention", size, rule="gated_delta", rank=3, feature_map=feature_map)
+    feature = phi if feature_map == "elu1" else lambda u: u
+    queries = [feature(m.query.detach()) for m in probe.stack.all_mixers()[1:]]
+    unit = torch.eye(3, dtype=torch.float64)
+    S = torch.zeros(*size["tokens"], size["dim"], 3, dtype=torch.float64)  # values × keys, as there
+    steps = zip(delta_writes(probe.stack, traced), gates(probe.stack, traced), traced.sources, strict=True)
+    for t, ((k, beta), g, v) in enumerate(steps):
+        beta, g = beta.unsqueeze(-1), g.unsqueeze(-1)
+        S = S @ (g * (unit - beta * k[..., :, None] * k[..., None, :])) + beta * v[..., :, None] * k[..., None, :]
+        if t:  # row 1 reads the embedding itself
+            same(traced.inputs[t], S @ queries[t - 1])
+
+
+@on_networks
+def test_the_gated_delta_rule_with_open_gates_is_the_delta_rule(size):
+    probe = make_probe("linear_attention", {"rule": "gated_delta", "rank": 3}, **size)
+    fill(probe.stack, gate_weight=0.0, gate_bias=50.0)  # 1 − σ(50) is below the rounding of 1
+    delta = beside(probe, "linear_attention", rule="delta", rank=3)
+    parameters = {name: p for name, p in probe.stack.named_parameters() if "gate" not in name}
+    delta.load_converted(parameters)
+    same(dm.trace(delta, probe.x, probe.sublayers).inputs, dm.trace(probe.stack, probe.x, probe.sublayers).inputs)
+
+
+# A decay of one number: RetNet's is constant, Mamba's is computed.
+
+
+def decayed_over_time(decay: Tensor, keys: Tensor, queries: Tensor, values: Tensor) -> Tensor:
+    """o_t = q_tᵀ S_t of S_t = a_t S_{t−1} + k_t v_tᵀ, from a [..., n, 1], k and q [..., n, R] and v [..., n, D]."""
+    S = values.new_zeros(*values.shape[:-2], keys.shape[-1], values.shape[-1])
+    out = []
+    for t in range(values.shape[-2]):
+        S = decay[..., t, :, None] * S + keys[..., t, :, None] * values[..., t, None, :]
+        out.append(recall(S, queries[..., t, :]))
+    return along(out)
+
+
+@on_networks
+def test_gated_linear_attention_with_one_gate_for_all_rows_is_mamba_2_over_depth(size):
+    """S_t = a_t S_{t−1} + k_t v_tᵀ with a_t from the input; M = (Q Kᵀ) ∘ L with L of cumulative products of a."""
+    probe = make_probe("linear_attention", {"rule": "gated", "rank": 3}, **size)
+    with torch.no_grad():
+        for mixer in probe.stack:
+            mixer.gate_proj.copy_(mixer.gate_proj[:1].expand_as(mixer.gate_proj))
+            mixer.gate_bias.copy_(mixer.gate_bias[:1].expand_as(mixer.gate_bias))
+    traced = dm.trace(probe.stack, probe.x, probe.sublayers)
+    embedding, *later = writes(traced)
+    keys = along([w.gain for w in (embedding, *later)])
+    decay = along([torch.ones_like(embedding.gain[..., :1]), *(w.transition[..., :1] for w in later)])
+    reads = [m.query.detach() for m in probe.stack.all_mixers()[1:]]
+    queries = torch.stack([torch.zeros_like(reads[0]), *reads])
+    got = decayed_over_time(decay, keys, queries.expand_as(keys), along(traced.sources))
+    same(along(traced.inputs)[..., 1:, :], got[..., 1:, :])
+    L = decay_matrix(decay)
+    assert (dm.semiseparable_rank(L, 1e-9) == 1).all()
+    same(traced.M[..., 1:, :], ((queries @ keys.mT) * L)[..., 1:, :])
+
+
+@pytest.mark.parametrize("gate", ["scalar", "channel"])
+@on_networks
+def test_highway_is_mambas_selective_state_space_with_a_state_of_one_number(gate, size):
+    """Mamba's theorem 1: A = −1, B = C = 1, Δ = softplus(logit), zero-order hold; over time, channel by channel."""
+    _, traced = network("highway", size, gate=gate)
+    A, B = -1.0, 1.0
+    logits = highway_logits(traced).expand_as(traced.sources[1:])
+    step = softplus(logits)  # Δ_t
+    carried, entering = (step * A).exp(), torch.expm1(step * A) / A * B
+    state = traced.sources[0]
+    for t, value in enumerate(traced.sources[1:]):
+        state = carried[t] * state + entering[t] * value
+        same(traced.inputs[t + 1], state)
+
+
+@on_networks
+def test_highway_has_the_cumulative_products_of_a_scalar_decay(size):
+    """M = (C Bᵀ) ∘ L, as in Mamba-2, with C = 1, B = g and a = 1 − g; a constant gate is RetNet's decay."""
+    probe, traced = network("highway", size)
+    gate = torch.sigmoid(along(highway_logits(traced)))  # [..., L, 1]
+    one = torch.ones_like(gate[..., :1, :])
+    a, B = torch.cat([one, 1 - gate], -2), torch.cat([one, gate], -2)
+    same(traced.M, decay_matrix(a) * B.mT)
+    same(along(traced.inputs), decayed_over_time(a, B, torch.ones_like(B), along(traced.sources)))
+    fill(probe.stack, weight=0.0, bias=math.log(0.25))  # g = 1/5 everywhere
+    retained = dm.trace(probe.stack, probe.x, probe.sublayers)
+    keys = torch.full((size["depth"] + 1, 1), 0.2, dtype=torch.float64)
+    keys[0], decay = 1, torch.full_like(keys, 0.8)
+    want = decayed_over_time(decay, keys, torch.ones_like(keys), along(retained.sources))
+    same(along(retained.inputs), want)
 
 
 # A decomposable kernel collapses into a recurrence; the exponential does not.
@@ -748,6 +870,7 @@ def test_hyper_connections_are_a_state_space_model_over_depth(name, options, siz
         ("linear_attention", {"rank": 3}, 3, 3),
         ("linear_attention", {"rank": 3, "rule": "gated"}, 3, 3),
         ("linear_attention", {"rank": 3, "rule": "delta"}, 3, 3),
+        ("linear_attention", {"rank": 3, "rule": "gated_delta"}, 3, 3),
         ("linear_attention", {"rank": 3, "feature_map": "elu1", "normalize": True}, 3, 3),
         ("mrla", {}, 2, 2),
         ("mrla", {"form": "base"}, 6, 24),

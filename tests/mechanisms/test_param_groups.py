@@ -43,6 +43,7 @@ TABLE: dict[str, dict[str, tuple[float, bool]]] = {
         "key_bias": ALONE,
         "embedding_key_bias": ALONE,
         "gate_proj": DECAYS,
+        "gate_weight": DECAYS,
         "gate_bias": ALONE,
         "beta_weight": DECAYS,
         "embedding_beta_weight": DECAYS,

@@ -104,6 +104,15 @@ def test_options_that_decide_the_start_alone_do_not_matter(name: str, start: Any
     dm.DepthStack(name, dim=8, depth=4).load_state_dict(stack.state_dict())
 
 
+def test_rules_that_came_later_leave_the_records_and_digests_of_linear_attention_as_they_were() -> None:
+    before = {"rank": 4, "rule": "delta", "feature_map": "identity", "normalize": False, "eps": 1e-6}
+    stack = dm.DepthStack("linear_attention", dim=8, depth=4, rule="delta")
+    assert stack.record() == {"mechanism": "linear_attention", **before}
+    for options in ({}, {"rule": "gated"}, {"rule": "delta", "rank": 2}):
+        mixer = {"name": "linear_attention", **options}
+        assert dm.DecoderConfig.from_depth(4, mixer=mixer).fingerprint()["mixer"] == mixer
+
+
 # Ways to load
 
 

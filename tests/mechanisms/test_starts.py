@@ -274,7 +274,9 @@ def linear_attention(*, rank: int = 4, rule: str = "plain", feature_map: str = "
     ]
     if rule == "gated":
         rows += [Row("gate_proj", EVERY, (rank, D), 0), Row("gate_bias", EVERY, (rank,), 4)]
-    if rule == "delta":
+    if rule == "gated_delta":
+        rows += [Row("gate_weight", EVERY, (D,), 0), Row("gate_bias", EVERY, (1,), 4)]
+    if rule in ("delta", "gated_delta"):
         rows += [
             Row("beta_weight", EVERY, (D,), 0),
             Row("beta_bias", EVERY, (1,), 0),

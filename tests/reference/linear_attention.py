@@ -10,6 +10,8 @@ For one token, with u_s = norm(v_s) and psi the identity or phi(u) = elu(u) + 1:
     gated:  g_s = sigmoid(G_s u_s + c_s),   S <- diag(g_s) S + k_s v_s^T          (no g_0: S is zero before v_0)
     delta:  k_s <- k_s / sqrt(<k_s, k_s> + eps),   beta_s = 2 sigmoid(<w_s, u_s> + d_s)
             S <- S + beta_s k_s (v_s - S^T k_s)^T
+    gated_delta:  k_s and beta_s as in delta,   g_s = sigmoid(<gw_s, u_s> + c_s), a number   (no g_0)
+            S <- g_s S + beta_s k_s (v_s - g_s S^T k_s)^T
     h_1 = v_0,   h_l = psi(q_l)^T S                                       l >= 2, S holding v_0 ... v_{l-1}
     normalize:  z <- z + k_s (gated: z <- g_s * z + k_s),   h_l = psi(q_l)^T S / psi(q_l)^T z
 
@@ -18,6 +20,7 @@ Closed form, Q holding psi(q_l) and K the keys as rows; row 1 is 1, and for l >=
     plain:  M_{i->l} = psi(q_l) . k_i
     gated:  M_{i->l} = psi(q_l)^T (prod_{j=i+1}^{l-1} diag g_j) k_i
     delta:  M = mask(Q K^T) (I + strict_tril(diag(beta) K K^T))^{-1} diag(beta),   mask keeps i < l
+    gated_delta:  M_{i->l} = psi(q_l)^T (prod_{j=i+1}^{l-1} g_j (I - beta_j k_j k_j^T)) beta_i k_i, newest j leftmost
     normalize:  M_{i->l} / sum_i M_{i->l}
 """
 
@@ -49,12 +52,12 @@ def _join(tokens: list[Tensor], x: Tensor) -> Tensor:
 def _check(rank: int, rule: str, feature_map: str, normalize: bool) -> None:
     if rank < 1:
         raise ValueError(f"rank {rank}")
-    if rule not in ("plain", "gated", "delta"):
+    if rule not in ("plain", "gated", "delta", "gated_delta"):
         raise ValueError(f"rule {rule!r}")
     if feature_map not in ("identity", "elu1"):
         raise ValueError(f"feature_map {feature_map!r}")
-    if normalize and (feature_map != "elu1" or rule == "delta"):
-        raise ValueError("normalize needs elu1 and not delta")
+    if normalize and (feature_map != "elu1" or rule in ("delta", "gated_delta")):
+        raise ValueError("normalize needs elu1 and a rule without delta")
 
 
 def _source_parameter(s: int, name: str, params: dict[str, Tensor]) -> Tensor:
@@ -66,7 +69,7 @@ def _key(s: int, v: Tensor, params: dict[str, Tensor], rule: str, feature_map: s
     """k_s [r] of one token's source v_s [D]."""
     K, b = _source_parameter(s, "key_proj", params), _source_parameter(s, "key_bias", params)
     k = _psi(K @ _norm(v, eps) + b, feature_map)  # k_s = psi(K_s u_s + b_s)
-    if rule == "delta":
+    if rule in ("delta", "gated_delta"):
         k = k / torch.sqrt(torch.dot(k, k) + eps)  # k_s <- k_s / sqrt(<k_s, k_s> + eps)
     return k
 
@@ -75,6 +78,14 @@ def _gate(s: int, v: Tensor, params: dict[str, Tensor], eps: float) -> Tensor:
     """g_s [r] of one token's source v_s [D], s >= 1."""
     G, c = params[f"mixers.{s - 1}.gate_proj"], params[f"mixers.{s - 1}.gate_bias"]
     return torch.sigmoid(G @ _norm(v, eps) + c)  # g_s = sigmoid(G_s u_s + c_s)
+
+
+def _one_gate(s: int, v: Tensor, params: dict[str, Tensor], eps: float) -> Tensor:
+    """g_s [] of one token's source v_s [D]; 1 for the embedding, before which S is zero."""
+    if s == 0:
+        return v.new_ones(())
+    w, c = params[f"mixers.{s - 1}.gate_weight"], params[f"mixers.{s - 1}.gate_bias"][0]
+    return torch.sigmoid(torch.dot(w, _norm(v, eps)) + c)  # g_s = sigmoid(<gw_s, u_s> + c_s)
 
 
 def _beta(s: int, v: Tensor, params: dict[str, Tensor], eps: float) -> Tensor:
@@ -115,6 +126,11 @@ def _run(
                 g = _gate(s, v, params, eps)
                 S[n] = [g[a] * S[n][a] + k[a] * v for a in range(rank)]  # S <- diag(g_s) S + k_s v_s^T
                 z[n] = [g[a] * z[n][a] + k[a] for a in range(rank)]  # z <- g_s * z + k_s
+            elif rule == "gated_delta":
+                g, beta = _one_gate(s, v, params, eps), _beta(s, v, params, eps)
+                Sk = sum(k[a] * S[n][a] for a in range(rank))  # S^T k_s
+                # S <- g_s S + beta_s k_s (v_s - g_s S^T k_s)^T
+                S[n] = [g * S[n][a] + beta * k[a] * (v - g * Sk) for a in range(rank)]
             else:
                 beta = _beta(s, v, params, eps)
                 Sk = sum(k[a] * S[n][a] for a in range(rank))  # S^T k_s
@@ -190,6 +206,21 @@ def _rows_delta(q: dict[int, Tensor], k: list[Tensor], beta: list[Tensor]) -> di
     return rows
 
 
+def _rows_gated_delta(
+    q: dict[int, Tensor], k: list[Tensor], beta: list[Tensor], g: list[Tensor]
+) -> dict[int, list[Tensor]]:
+    """M_{i->l} = psi(q_l)^T (prod_{j=i+1}^{l-1} g_j (I - beta_j k_j k_j^T)) beta_i k_i."""
+    rows: dict[int, list[Tensor]] = {}
+    for layer, q_l in q.items():
+        rows[layer] = []
+        for i in range(layer):
+            carried = beta[i] * k[i]
+            for j in range(i + 1, layer):  # the newest factor comes last, so it stands on the left
+                carried = g[j] * (carried - beta[j] * torch.dot(k[j], carried) * k[j])
+            rows[layer].append(torch.dot(q_l, carried))
+    return rows
+
+
 def matrix(
     x: Tensor,
     sublayers: list,
@@ -220,7 +251,12 @@ def matrix(
             elif rule == "gated":
                 rows = _rows_gated(q, k, {s: _gate(s, sources[s][n], params, eps) for s in range(1, n_sublayers + 1)})
             else:
-                rows = _rows_delta(q, k, [_beta(s, sources[s][n], params, eps) for s in range(n_sublayers + 1)])
+                beta = [_beta(s, sources[s][n], params, eps) for s in range(n_sublayers + 1)]
+                if rule == "delta":
+                    rows = _rows_delta(q, k, beta)
+                else:
+                    g = [_one_gate(s, sources[s][n], params, eps) for s in range(n_sublayers + 1)]
+                    rows = _rows_gated_delta(q, k, beta, g)
             if normalize:
                 rows = {layer: [m / sum(row) for m in row] for layer, row in rows.items()}  # divided by the row's sum
         rows[1] = [one]  # row 1 is 1

@@ -15,8 +15,9 @@ import tyro
 
 from depthmix.cli.shared import Several
 from depthmix.data import load_tokenizer
-from depthmix.inference import TextStream, Tokenizer, stream
+from depthmix.inference import PREFILL_MEMORY, TextStream, Tokenizer, stream
 from depthmix.models import load_model
+from depthmix.support.checks import parse_value
 from depthmix.support.terminal import say
 
 
@@ -31,6 +32,7 @@ def run(
     seed: int = 0,
     cache: Literal["dynamic", "preallocated"] | None = None,
     chunk: int | None = None,
+    prefill_memory: Annotated[str, tyro.conf.arg(metavar="BYTES")] = PREFILL_MEMORY,
     compiled: bool = False,
     device: str = "cpu",
     dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None,
@@ -49,7 +51,8 @@ def run(
         stop: a text of one token that ends the answer and is not part of it; several, each with its own --stop.
         seed: of the draws.
         cache: of keys and values; preallocated where the step is compiled.
-        chunk: read the prompt in chunks of so many tokens.
+        chunk: read the prompt in chunks of so many tokens; by default as many as --prefill-memory allows.
+        prefill_memory: limit for reading the prompt, beyond weights and cache, such as 256MB; none for no limit.
         compiled: compile the decode step; worth its time for long texts.
         device: such as cpu or cuda.
         dtype: of the parameters; as saved by default.
@@ -72,6 +75,7 @@ def run(
         seed=seed,
         cache=cache,
         chunk=chunk,
+        prefill_memory=parse_value(prefill_memory),
         compiled=compiled,
     )
     rows: list[list[int]] = [[] for _ in texts]

@@ -11,7 +11,7 @@ import torch
 import tyro
 
 from depthmix.cli.shared import Several
-from depthmix.mechanisms import DepthStack, PluginError, is_kv, kv_mechanism, make_config, mechanism
+from depthmix.mechanisms import DepthStack, KVStack, PluginError, is_kv, kv_mechanism, make_config, mechanism
 from depthmix.mechanisms.registry import naming_plugin, survey
 from depthmix.support.checks import parse_value, split_pair
 from depthmix.support.terminal import console, say, styled
@@ -42,7 +42,7 @@ def run(
                 rows.append(describe(on_meta(name, dim, depth, **chosen.get(name, {}))))
         except PluginError as error:
             broken[name] = error
-    values = [{**describe_kv(name), "options": chosen.get(name, {})} for name in survey("kv")[0]]
+    values = [{**describe_kv(name, depth, **chosen.get(name, {}))} for name in survey("kv")[0]]
     for reason in broken.values():
         say(f"depthmix: {reason}. It is left out")
     if json:
@@ -89,12 +89,26 @@ def describe(stack: DepthStack) -> dict[str, Any]:
         "depth": stack.depth,
         "options": dataclasses.asdict(stack.config),
         **dataclasses.asdict(stack.facts),
+        **state_figures(stack),
     }
 
 
-def describe_kv(name: str) -> dict[str, Any]:
+def describe_kv(name: str, depth: int, /, **options: Any) -> dict[str, Any]:
+    """What a mechanism inside attention says of itself, in a decoder of `depth` sublayers."""
     cls = kv_mechanism(name)
-    return {"name": name, "kind": "kv", "paper": cls.paper, "state": cls.holds}
+    with torch.device("meta"):
+        stack = KVStack(name, head_dim=2, depth=max(1, depth // 2), **options)
+    return {"name": name, "kind": "kv", "paper": cls.paper, "state": cls.holds, **state_figures(stack)}
+
+
+def state_figures(stack: DepthStack | KVStack) -> dict[str, float]:
+    at_cut, in_read = stack.state_widths()
+    return {"state_at_cut_in_widths": at_cut, "state_in_read_in_widths": in_read}
+
+
+def widths(row: dict[str, Any]) -> str:
+    """Both sizes of a state, as a table shows them."""
+    return "/".join(f"{row[f'state_{where}_in_widths']:.1f}".removesuffix(".0") for where in ("at_cut", "in_read"))
 
 
 def print_values(rows: list[dict[str, Any]]) -> None:
@@ -106,9 +120,10 @@ def print_values(rows: list[dict[str, Any]]) -> None:
     for heading in ("mechanism", "arXiv", "state"):
         table.add_column(heading, no_wrap=heading == "mechanism")
     for row in rows:
-        table.add_row(row["name"], row["paper"].removeprefix("arXiv "), row["state"])
+        table.add_row(row["name"], row["paper"].removeprefix("arXiv "), f"{row['state']} {widths(row)}·K")
     terminal = console()
     terminal.print(table)
+    terminal.print("K        width of all key-value heads together")
     terminal.print("\nFormulas, options and code of one mechanism: depthmix show NAME")
 
 
@@ -131,7 +146,7 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int, chosen: Sequen
         table.add_row(
             row["name"],
             row["paper"].removeprefix("arXiv ").replace(", ", "\n"),
-            row["state"],
+            f"{row['state']} {widths(row)}·D",  # no column of its own: 80 columns hold no more
             f"{row['parameters']:,}",
             "–" if row["rank"] is None else str(row["rank"]),
             f"{row['reads'] / dim:.3g}+{row['writes'] / dim:.3g}",
@@ -140,6 +155,7 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int, chosen: Sequen
         )
     terminal = console()
     terminal.print(table)
+    terminal.print("state    and its widths D per token: at a cut/in a read, derived results included")
     terminal.print("rank     semiseparable rank of the depth mixing matrix M, generic coefficients")
     terminal.print("traffic  widths D read + written per token and sublayer, keys and values apart")
     terminal.print("two-phase  queries are known in advance: reads of several sites share a pass")

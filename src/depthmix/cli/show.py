@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from depthmix.cli.list import describe, on_meta
+from depthmix.cli.list import describe, describe_kv, on_meta, widths
 from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, is_kv, kv_mechanism, make_config, mechanism
 from depthmix.mechanisms.registry import naming_plugin
 from depthmix.models import PRESETS, count_parameters
@@ -56,8 +56,9 @@ def run(
     with naming_plugin(name, passing=ValueError):
         if is_kv(name):
             kv = kv_mechanism(name)
-            make_config(kv, name, parse_options(options), dim=dim, depth=depth)
-            page = {"name": name, "kind": "kv", "paper": kv.paper, "state": kv.holds, **page_of(kv)}
+            chosen = parse_options(options)
+            make_config(kv, name, chosen, dim=dim, depth=depth)  # no other argument of a stack
+            page = {**describe_kv(name, depth, **chosen), **page_of(kv)}
         else:
             chosen = parse_options(options)
             make_config(mechanism(name), name, chosen, dim=dim, depth=depth)  # no other argument of a stack
@@ -133,15 +134,15 @@ def cost(stack: DepthStack, dtype: str) -> dict[str, Any]:
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"dtype={dtype!r}; expected a floating dtype of torch, such as bfloat16")
-    elements = [sum(torch.Size(shape).numel() for shape in stack.spec(i).shapes) for i in range(stack.depth + 1)]
+    specs = [stack.spec(index) for index in range(stack.depth + 1)]
     facts = stack.facts
     return {
         "dtype": dtype,
         "parameters": facts.parameters,
         "read_bytes_per_token_and_sublayer": facts.reads * kind.itemsize,
         "write_bytes_per_token_and_sublayer": facts.writes * kind.itemsize,
-        "largest_state_bytes_per_token": max(elements) * kind.itemsize,
-        "largest_state_in_widths": max(elements) / stack.dim,
+        "state_at_cut_bytes_per_token": max(spec.nbytes(kind, essential=True) for spec in specs),
+        "state_in_read_bytes_per_token": max(spec.nbytes(kind) for spec in specs),
     }
 
 
@@ -166,6 +167,8 @@ def print_page(page: dict[str, Any]) -> None:
         terminal.print(table)
     if "cost" in page:
         terminal.print(cost_table(page))
+    else:
+        terminal.print(f"State per token: {widths(page)} widths of the key-value heads, at a cut / in a read")
 
 
 def cost_table(page: dict[str, Any]) -> Any:
@@ -176,13 +179,15 @@ def cost_table(page: dict[str, Any]) -> Any:
     defaults = not page["chosen"]  # formulas are those of the default options
     rank = page["rank_formula"] if facts["rank"] is None else str(facts["rank"])
     rank += f"  ({page['rank_formula']})" if defaults and facts["rank"] is not None else ""
+    at_cut, in_read = (figures[f"state_{where}_bytes_per_token"] for where in ("at_cut", "in_read"))
     rows = [
         ("parameters", f"{figures['parameters']:,}" + (f"  ({page['parameters_formula']})" if defaults else "")),
         ("semiseparable rank of M", rank),
         ("starts as PreNorm", facts["preserves_prenorm"]),
         ("two-phase", "yes: the queries are known in advance, and sites share a pass" if facts["two_phase"] else "no"),
-        ("state", f"{page['state']}; at most {figures['largest_state_in_widths']:.1f}·D a token"),
-        ("state bytes a token", f"{figures['largest_state_bytes_per_token']:,} in {figures['dtype']}"),
+        ("state", page["state"]),
+        ("state, widths D per token", f"{widths(page)}, at a cut / in a read"),
+        ("state, bytes per token", f"{at_cut:,}/{in_read:,} in {figures['dtype']}"),
         ("reads a token and sublayer", f"{figures['read_bytes_per_token_and_sublayer']:,.0f} bytes"),
         ("writes a token and sublayer", f"{figures['write_bytes_per_token_and_sublayer']:,.0f} bytes"),
         *([("layout", facts["note"])] if facts["note"] else []),

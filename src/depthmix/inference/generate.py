@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from depthmix.inference.cache import DynamicCache, PreallocatedCache, check_batch
+from depthmix.inference.prefill import prefill, prefill_chunk
 from depthmix.models import Decoder
 from depthmix.support.files import seed_of
 
 Prompts = Sequence[Sequence[int]] | Tensor
 AnyCache = DynamicCache | PreallocatedCache
 CAPACITY_STEP = 128  # capacities are multiples of it, so that prompts of about one length share a compiled step
+PREFILL_MEMORY = "1GB"  # beyond it a prompt is read in chunks
 compiled_steps: WeakKeyDictionary[Decoder, dict[Any, Callable[..., Tensor]]] = WeakKeyDictionary()
 
 
@@ -50,6 +52,7 @@ def stream(
     seed: int | Sequence[int] = 0,
     cache: Literal["dynamic", "preallocated"] | AnyCache | None = None,
     chunk: int | None = None,
+    prefill_memory: int | str | None = PREFILL_MEMORY,
     compiled: bool = False,
 ) -> Iterator[list[int | None]]:
     """Yield, step by step, one token for each prompt, or None for a row that has ended.
@@ -68,7 +71,9 @@ def stream(
             `row_seed(seed, i)`, a list gives each row its own.
         cache: "dynamic", "preallocated", or an object, whose tokens the prompts then continue. None: preallocated
             where the step is compiled, otherwise dynamic.
-        chunk: prefill in chunks of so many tokens; None: in one go.
+        chunk: prefill in chunks of so many tokens; None: as many as `prefill_memory` allows.
+        prefill_memory: limit for what a prefill needs beyond weights and cache, in bytes or as "256MB"; a prompt that
+            needs more is read in chunks, see `prefill_chunk`. None: no limit, always in one go.
         compiled: the decode step under `torch.compile`: one graph for all steps, kept for each model and cache shape.
     """
     check_sampling(max_new_tokens, temperature, top_k, top_p, chunk)
@@ -78,6 +83,9 @@ def stream(
     kv_cache = make_cache(model, cache, compiled, len(tokens), tokens.shape[1] + max(0, max_new_tokens - 1))
     step = compiled_step(model, kv_cache) if compiled else decode
     draw = Sampler(seeds, temperature, top_k, top_p)
+    if chunk is None and prefill_memory is not None:
+        size = {"batch": len(tokens), "padded": valid is not None, "before": kv_cache.length}
+        chunk = prefill_chunk(model, tokens.shape[1], prefill_memory, **size)
     return run(model, tokens, valid, kv_cache, step, draw, max_new_tokens, stops, chunk or tokens.shape[1])
 
 
@@ -107,16 +115,6 @@ def run(
             return
         # Rows that have ended go on; rows do not see each other.
         yield [token if alive else None for alive, token in zip(running, ids, strict=True)]
-
-
-def prefill(model: Decoder, tokens: Tensor, valid: Tensor | None, cache: AnyCache, chunk: int) -> Tensor:
-    """Logits [B, 1, V] of the last token of the prompts."""
-    parts = zip(
-        tokens.split(chunk, 1), [None] * tokens.shape[1] if valid is None else valid.split(chunk, 1), strict=False
-    )
-    for part, which in parts:
-        logits = model(part, valid=which, cache=cache, last_only=True)
-    return logits
 
 
 def decode(model: Decoder, tokens: Tensor, cache: AnyCache) -> Tensor:

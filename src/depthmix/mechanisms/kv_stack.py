@@ -11,6 +11,7 @@ from torch import nn
 from depthmix.mechanisms.base import KVMixer, Site, State, StateSpec
 from depthmix.mechanisms.make import check_sizes, make_config
 from depthmix.mechanisms.registry import kv_mechanism, naming_plugin
+from depthmix.mechanisms.state import state_widths
 from depthmix.support.checks import check_range
 
 
@@ -88,6 +89,10 @@ class KVStack(nn.Module):
         """Shapes alive before attention `index`, after the leading ones [..., K, T]."""
         check_range("index", index, 0, len(self))
         return self[0].spec(dataclasses.replace(self[0].site, index=index))
+
+    def state_widths(self) -> tuple[float, float]:
+        """Widths per token of the largest state, at a cut and in a read; a width is one vector for each KV head."""
+        return state_widths([self.spec(index) for index in range(len(self) + 1)], self.head_dim)
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, head_dim={self.head_dim}, depth={len(self)}"

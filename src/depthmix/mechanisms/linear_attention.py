@@ -19,7 +19,9 @@ from depthmix.support.checks import check_positive, check_range
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionConfig(MixerConfig):
     rank: int = option(4, "rows of the state, r")
-    rule: Literal["plain", "gated", "delta"] = option("plain", "add, decay and add, or overwrite along the key")
+    rule: Literal["plain", "gated", "delta", "gated_delta"] = option(
+        "plain", "add; decay and add; overwrite along the key; decay and overwrite"
+    )
     feature_map: Literal["identity", "elu1"] = option("identity", "of queries and keys; elu1: positive")
     normalize: bool = option(False, "divide by the sum of the weights; needs elu1")
     eps: float = option(1e-6, "of the norm under the keys")
@@ -27,11 +29,19 @@ class LinearAttentionConfig(MixerConfig):
     def check(self, *, dim: int, depth: int) -> None:
         check_range("rank", self.rank, 1)
         check_positive("eps", self.eps)
-        if self.normalize and (self.feature_map != "elu1" or self.rule == "delta"):
+        if self.normalize and (self.feature_map != "elu1" or self.erases):
             raise ValueError(
                 f"normalize=True with feature_map={self.feature_map!r} and rule={self.rule!r}; expected positive "
                 "weights: set feature_map='elu1' and rule 'plain' or 'gated'"
             )
+
+    @property
+    def erases(self) -> bool:
+        """Whether a write first takes away what the state recalls for its key."""
+        return self.rule in ("delta", "gated_delta")
+
+
+GATES = {"gated": "gate_proj", "gated_delta": "gate_weight"}  # a gate for each row of the state; one for all of it
 
 
 class Written(NamedTuple):
@@ -48,13 +58,14 @@ class LinearCoeff(NamedTuple):
 
 
 class LinearAttention(DepthMixer):
-    """Linear attention over depth; plain, gated (arXiv 2312.06635) or by the delta rule (arXiv 2406.06484).
+    """Linear attention over depth; plain, gated (arXiv 2312.06635), by the delta rule (2406.06484), both (2412.06464).
 
     (1) k_s = ψ(K_s norm(v_s) + b_s)
     (2) plain: S ← S + k vᵀ
     (3) gated: S ← diag(g) S + k vᵀ,  g = σ(G norm(v) + c)
     (4) delta: S ← S + β k (v − Sᵀk)ᵀ,  |k| = 1,  β = 2 σ(⟨w, norm(v)⟩ + d)
-    (5) h_l = ψ(q_l)ᵀ S, normalised: divided by ψ(q_l)ᵀ z, z written as S is with v = 1
+    (5) gated_delta: S ← g S + β k (v − g Sᵀk)ᵀ,  k and β as in delta,  g = σ(⟨u, norm(v)⟩ + c), one number
+    (6) h_l = ψ(q_l)ᵀ S, normalised: divided by ψ(q_l)ᵀ z, z written as S is with v = 1
 
     State: S [R, D] (and z [R]); before sublayer 1 the embedding alone. With the identity as ψ, q and b start at
     (1, 0, …) and the first row of K at 0: the plain residual, with random keys in the other components.
@@ -65,7 +76,9 @@ class LinearAttention(DepthMixer):
     holds = "S, r rows"
     rank_formula = "r"
     parameters_formula = "(L+1)r(D+1) + L·r"
-    takes_decay = frozenset({"key_proj", "embedding_key_proj", "gate_proj", "beta_weight", "embedding_beta_weight"})
+    takes_decay = frozenset(
+        {"key_proj", "embedding_key_proj", "gate_proj", "gate_weight", "beta_weight", "embedding_beta_weight"}
+    )
     variants = (
         {},
         {"rank": 1},
@@ -75,6 +88,8 @@ class LinearAttention(DepthMixer):
         {"feature_map": "elu1", "normalize": True},
         {"feature_map": "elu1", "normalize": True, "rule": "gated"},
         {"feature_map": "elu1", "rule": "delta"},
+        {"rule": "gated_delta", "rank": 3},
+        {"feature_map": "elu1", "rule": "gated_delta"},
     )
 
     query: Tensor | None
@@ -82,11 +97,12 @@ class LinearAttention(DepthMixer):
     @classmethod
     def facts(cls, config: Any, *, dim: int, depth: int) -> Facts:
         r, rule = config.rank, config.rule
-        extra = {"plain": 0, "gated": depth * r * (dim + 1), "delta": (depth + 1) * (dim + 1)}[rule]
+        betas = (depth + 1) * (dim + 1) if config.erases else 0
+        gates = depth * (dim + 1) * {"gated": r, "gated_delta": 1}.get(rule, 0)
         return Facts(
             preserves_prenorm="exact" if rule == "plain" and config.feature_map == "identity" else "no",
             rank=min(r, rank_cap(depth)),
-            parameters=(depth + 1) * r * (dim + 1) + depth * r + extra,
+            parameters=(depth + 1) * r * (dim + 1) + depth * r + betas + gates,
             reads=(r + 1) * dim,
             writes=(r + 1) * dim,
             row_sums=(1.0,) * (depth + 1) if config.normalize else None,
@@ -96,10 +112,11 @@ class LinearAttention(DepthMixer):
         super().__init__(site, config)
         r, dim, rule = config.rank, site.dim, config.rule
         shapes: dict[str, tuple[int, ...]] = {"key_proj": (r, dim), "key_bias": (r,)}
-        if rule == "gated":
-            shapes |= {"gate_proj": (r, dim), "gate_bias": (r,)}
-        if rule == "delta":
+        if config.erases:
             shapes |= {"beta_weight": (dim,), "beta_bias": (1,)}
+        if rule in GATES:
+            by_row = rule == "gated"
+            shapes |= {GATES[rule]: (r, dim) if by_row else (dim,), "gate_bias": (r if by_row else 1,)}
         self.add_parameter("query", r, exists=not site.is_first)
         for name, shape in {} if site.is_out else shapes.items():
             self.add_parameter(name, *shape)
@@ -135,20 +152,22 @@ class LinearAttention(DepthMixer):
         return ops.normed_linear(v, torch.cat(weights), bias, eps=self.config.eps).split([len(w) for w in weights], -1)
 
     def written(self, v: Tensor, prefix: str = "") -> Written:
-        rule = "plain" if self.config.rule == "gated" and prefix else self.config.rule  # nothing there yet to decay
-        second = {"plain": [], "gated": [("gate_proj", "gate_bias")], "delta": [("beta_weight", "beta_bias")]}[rule]
-        names = [(prefix + weight, prefix + bias) for weight, bias in [("key_proj", "key_bias"), *second]]
-        key, *rest = self.project(v, *names)
+        names = [("key_proj", "key_bias")]
+        names += [("beta_weight", "beta_bias")] * self.config.erases
+        if not prefix and (gate := GATES.get(self.config.rule)):  # before the embedding there is nothing to decay
+            names += [(gate, "gate_bias")]
+        key, *rest = self.project(v, *((prefix + weight, prefix + bias) for weight, bias in names))
         key = self.feature(key)  # (1)
-        if rule == "gated":
-            return Written(torch.sigmoid(rest[0]), key)  # (3)
-        if rule == "delta":
-            rank = self.config.rank
-            key = ops.rms_norm(key, self.config.eps / rank) * rank**-0.5  # of length 1
-            beta = 2 * torch.sigmoid(rest[0])
-            erased = beta.unsqueeze(-1) * key.unsqueeze(-1) * key.unsqueeze(-2)
-            return Written(torch.eye(rank, dtype=key.dtype, device=key.device) - erased, beta * key)  # (4)
-        return Written(None, key)  # (2)
+        if not self.config.erases:
+            return Written(torch.sigmoid(rest[0]) if rest else None, key)  # (2) (3)
+        rank = self.config.rank
+        key = ops.rms_norm(key, self.config.eps / rank) * rank**-0.5  # of length 1
+        beta = 2 * torch.sigmoid(rest[0])
+        erased = beta.unsqueeze(-1) * key.unsqueeze(-1) * key.unsqueeze(-2)
+        transition = torch.eye(rank, dtype=key.dtype, device=key.device) - erased  # (4)
+        for logit in rest[1:]:
+            transition = torch.sigmoid(logit).unsqueeze(-1) * transition  # (5)
+        return Written(transition, beta * key)
 
     def coeff(self, state: State) -> Coeff:
         if self.query is None:
@@ -159,7 +178,7 @@ class LinearAttention(DepthMixer):
         return LinearCoeff(read, None, None)
 
     def combine(self, state: State, c: Coeff) -> Tensor:
-        return state[0] if c.read is None else ops.read_streams(state[0], c.read)  # (5)
+        return state[0] if c.read is None else ops.read_streams(state[0], c.read)  # (6)
 
     def value(self, state: State, c: Coeff, y: Tensor) -> tuple[Coeff, Tensor]:
         return (c if self.site.is_out else c._replace(written=self.written(y))), y

@@ -13,6 +13,7 @@ from depthmix.mechanisms.base import DepthMixer, Facts, Kind, Site, State, State
 from depthmix.mechanisms.make import check_sizes, make_config, make_sites
 from depthmix.mechanisms.record import Recorded
 from depthmix.mechanisms.registry import mechanism, name_of, naming_plugin
+from depthmix.mechanisms.state import state_widths
 from depthmix.support.checks import check_range
 
 Sublayers: TypeAlias = Sequence[Any] | nn.ModuleList | nn.Sequential
@@ -152,6 +153,10 @@ class DepthStack(Recorded):
         check_range("index", index, 0, self.depth)
         any_mixer = self.all_mixers()[0]
         return any_mixer.spec(dataclasses.replace(any_mixer.site, index=index))
+
+    def state_widths(self) -> tuple[float, float]:
+        """Widths D per token of the largest state: at a cut, and in a read with what is derived for later reads."""
+        return state_widths([self.spec(index) for index in range(self.depth + 1)], self.dim)
 
     def slice(self, lo: int, hi: int) -> DepthStack:
         """The part for sublayers lo … hi−1: what a pipeline stage holds. Its mixers share this stack's parameters."""

@@ -7,6 +7,8 @@ Axes: ... any leading shape (batch, token), D channel, M stream. A state is a pl
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -47,6 +49,21 @@ class StateSpec:
     shapes: tuple[tuple[int, ...], ...]
     essential: int
     sealed: int
+
+    def nbytes(self, dtype: torch.dtype, *, essential: bool = False) -> int:
+        """Bytes per token of all tensors, or of the essential ones alone; derived numbers are float32 at least."""
+        shapes = self.shapes[: self.essential] if essential else self.shapes
+        wide = torch.promote_types(dtype, torch.float32)
+        return sum(math.prod(shape) * (dtype if shape else wide).itemsize for shape in shapes)
+
+
+def state_widths(specs: Iterable[StateSpec], width: int) -> tuple[float, float]:
+    """The most that a state holds per token, in vectors of `width` numbers: at a cut, where its essential tensors are
+    enough, and between the reads of a network that runs on, with the tensors derived from them."""
+    float32 = torch.float32  # so that every number counts alike
+    sizes = [(spec.nbytes(float32, essential=True), spec.nbytes(float32)) for spec in specs]
+    at_cut, in_read = (max(column) / (width * float32.itemsize) for column in zip(*sizes, strict=True))
+    return at_cut, in_read
 
 
 def check_state(site: Site, expects: StateSpec, state: State) -> None:

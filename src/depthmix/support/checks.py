@@ -8,6 +8,7 @@ import importlib
 import json
 import math
 import os
+import re
 import types
 import typing
 from collections.abc import Iterable
@@ -36,6 +37,15 @@ def split_pair(text: str, example: str) -> tuple[str, str]:
     if not sign or not key.strip():
         raise ValueError(f"{text!r}; expected KEY=VALUE, such as {example}")
     return key.strip(), value.strip()
+
+
+def parse_bytes(name: str, value: Any) -> int:
+    """Bytes from a number, or from a text such as 256MB, 1.5GiB or 1000000."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([kmgt]?)(i?)b)?\s*", str(value).lower())
+    if isinstance(value, (bool, float)) or match is None:
+        raise ValueError(f"{name}={value!r}; expected a number of bytes, such as 268435456, 256MB or 0.5GiB")
+    number, prefix, binary = match[1], match[2] or "", match[3]
+    return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix or " "))
 
 
 def closest(word: object, known: Iterable[str]) -> str | None:
