@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from depthmix.mechanisms import DepthStack, PluginError, kv_mechanism
+from depthmix.mechanisms import DepthStack, PluginError, kv_mechanism, make_config
 from depthmix.mechanisms.registry import naming_plugin, survey
 from depthmix.support.terminal import console, say
 
@@ -29,7 +29,13 @@ def run(dim: int = 768, depth: int = 24, json: bool = False) -> int:
                 rows.append(describe(on_meta(name, dim, depth)))
         except PluginError as error:
             broken[name] = error
-    values = [describe_kv(name) for name in survey("kv")[0]]
+    values = []
+    for name in survey("kv")[0]:
+        try:
+            with naming_plugin(name):
+                values.append(describe_kv(name, dim, depth))
+        except PluginError as error:
+            broken[name] = error
     for reason in broken.values():
         say(f"depthmix: {reason}. It is left out")
     if json:
@@ -61,12 +67,54 @@ def describe(stack: DepthStack) -> dict[str, Any]:
         "depth": stack.depth,
         "options": dataclasses.asdict(stack.config),
         **dataclasses.asdict(stack.facts),
+        "forward_flops": stack.facts.forward_flops,
     }
 
 
-def describe_kv(name: str) -> dict[str, Any]:
-    cls = kv_mechanism(name)
-    return {"name": name, "kind": "kv", "paper": cls.paper, "state": cls.holds}
+def describe_kv(name: str, dim: int, depth: int, /, **options: Any) -> dict[str, Any]:
+    """The same of a KV mechanism, where every second sublayer is an attention with heads of 64 channels."""
+    cls, heads, layers = kv_mechanism(name), max(1, dim // 64), max(1, depth // 2)
+    width = dim // heads
+    config = make_config(cls, name, options, dim=width, depth=layers)
+    facts = cls.facts(config, heads=heads, kv_heads=heads, head_dim=width, order=tuple(range(layers)))
+    return {
+        "name": name,
+        "kind": "kv",
+        "paper": cls.paper,
+        "state": cls.holds,
+        "dim": dim,
+        "depth": depth,
+        "attention_layers": layers,
+        "heads": heads,
+        "options": dataclasses.asdict(config),
+        **dataclasses.asdict(facts),
+        "forward_flops": facts.forward_flops,
+    }
+
+
+def in_widths(row: dict[str, Any]) -> str:
+    """FLOPs per token and sublayer, over D; marked where reads share passes (*) and where none are stated (~)."""
+    if row["forward_flops"] is None:
+        return "–"
+    size = row["forward_flops"] / (row["dim"] * row["depth"])
+    mark = "~" if row["flops"] is None else "*" if row.get("flops_two_phase") is not None else ""
+    return (f"{size:,.0f}" if size >= 100 else f"{size:.3g}") + mark
+
+
+def parameters_word(row: dict[str, Any]) -> str:
+    return "–" if row["parameters"] is None else f"{row['parameters']:,}"
+
+
+def flops_words(row: dict[str, Any]) -> str:
+    """FLOPs of the forward pass per token, for people to read."""
+    if row["forward_flops"] is None:
+        return "not stated by the mechanism; training counts 2 for each parameter"
+    words = f"{row['forward_flops']:,}  ({in_widths(row).rstrip('*~')}·D per sublayer)"
+    if row["flops"] is None:
+        return words + "; not stated by the mechanism: 2 for each parameter"
+    if row.get("flops_two_phase") is not None:
+        words += f"; {row['flops']:,} where each site reads on its own"
+    return words
 
 
 def print_values(rows: list[dict[str, Any]]) -> None:
@@ -75,12 +123,16 @@ def print_values(rows: list[dict[str, Any]]) -> None:
 
     title = "Inside attention: values mixed over depth, with any of the above"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for heading in ("mechanism", "arXiv", "state"):
+    for heading in ("mechanism", "arXiv", "state", "params", "FLOPs"):
         table.add_column(heading, no_wrap=heading == "mechanism")
     for row in rows:
-        table.add_row(row["name"], row["paper"].removeprefix("arXiv "), row["state"])
+        paper = row["paper"].removeprefix("arXiv ")
+        table.add_row(row["name"], paper, row["state"], parameters_word(row), in_widths(row))
     terminal = console()
     terminal.print(table)
+    if rows:
+        layers, heads = rows[0]["attention_layers"], rows[0]["heads"]
+        terminal.print(f"in {layers} attention layers of {heads} query and key-value heads")
     terminal.print("\nFormulas, options and code of one mechanism: depthmix show NAME")
 
 
@@ -96,7 +148,7 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
     table.add_column("params", justify="right", no_wrap=True)
     table.add_column("rank", justify="right", no_wrap=True)
     table.add_column("traffic", justify="right", no_wrap=True)
-    table.add_column("two-\nphase", no_wrap=True)
+    table.add_column("FLOPs", justify="right", no_wrap=True)
     table.add_column("Pre-\nNorm")
     for row in rows:
         table.add_row(
@@ -106,14 +158,17 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int) -> None:
             f"{row['parameters']:,}",
             "–" if row["rank"] is None else str(row["rank"]),
             f"{row['reads'] / dim:.3g}+{row['writes'] / dim:.3g}",
-            "yes" if row["two_phase"] else "–",
+            in_widths(row),
             row["preserves_prenorm"],
         )
     terminal = console()
     terminal.print(table)
     terminal.print("rank     semiseparable rank of the depth mixing matrix M, generic coefficients")
     terminal.print("traffic  widths D read + written per token and sublayer, keys and values apart")
-    terminal.print("two-phase  queries are known in advance: reads of several sites share a pass")
+    terminal.print("FLOPs    of the forward pass per token and sublayer, over D")
+    terminal.print("  *      in two phases: queries are known in advance, and sites share a pass")
+    if any(row["flops"] is None for row in rows):
+        terminal.print("  ~      not stated by the mechanism: 2 for each parameter")
     terminal.print("PreNorm  whether a fresh stack computes the PreNorm network")
     for row in rows:
         if row["note"]:

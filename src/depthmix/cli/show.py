@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from depthmix.cli.list import describe, on_meta
+from depthmix.cli.list import describe, describe_kv, flops_words, on_meta, parameters_word
 from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, is_kv, kv_mechanism, make_config, mechanism
 from depthmix.mechanisms.registry import naming_plugin
 from depthmix.models import PRESETS, count_parameters
@@ -55,9 +55,8 @@ def run(
     page: dict[str, Any]
     with naming_plugin(name, passing=ValueError):
         if is_kv(name):
-            kv = kv_mechanism(name)
-            make_config(kv, name, parse_options(options), dim=dim, depth=depth)
-            page = {"name": name, "kind": "kv", "paper": kv.paper, "state": kv.holds, **page_of(kv)}
+            chosen = parse_options(options)
+            page = {**describe_kv(name, dim, depth, **chosen), **page_of(kv_mechanism(name))}
         else:
             chosen = parse_options(options)
             make_config(mechanism(name), name, chosen, dim=dim, depth=depth)  # no other argument of a stack
@@ -164,8 +163,19 @@ def print_page(page: dict[str, Any]) -> None:
         for row in page["option_table"]:
             table.add_row(*(row[key] for key in ("option", "default", "takes", "meaning")))
         terminal.print(table)
-    if "cost" in page:
-        terminal.print(cost_table(page))
+    terminal.print(cost_table(page) if "cost" in page else kv_cost_table(page))
+
+
+def kv_cost_table(page: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    sizes = f"{page['attention_layers']} attention layers of {page['heads']} heads"
+    table = Table(title=f"At D = {page['dim']}, {sizes}", title_justify="left", show_header=False)
+    table.add_row("parameters", parameters_word(page))
+    table.add_row("FLOPs per token, forward", flops_words(page))
+    if page["note"]:
+        table.add_row("layout", page["note"])
+    return table
 
 
 def cost_table(page: dict[str, Any]) -> Any:
@@ -185,6 +195,7 @@ def cost_table(page: dict[str, Any]) -> Any:
         ("state bytes a token", f"{figures['largest_state_bytes_per_token']:,} in {figures['dtype']}"),
         ("reads a token and sublayer", f"{figures['read_bytes_per_token_and_sublayer']:,.0f} bytes"),
         ("writes a token and sublayer", f"{figures['write_bytes_per_token_and_sublayer']:,.0f} bytes"),
+        ("FLOPs per token, forward", flops_words(page)),
         *([("layout", facts["note"])] if facts["note"] else []),
     ]
     for key, value in rows:

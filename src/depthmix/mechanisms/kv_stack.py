@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from depthmix.mechanisms.base import KVMixer, Site, State, StateSpec
+from depthmix.mechanisms.base import KVFacts, KVMixer, Site, State, StateSpec
 from depthmix.mechanisms.make import check_sizes, make_config
 from depthmix.mechanisms.registry import kv_mechanism, naming_plugin
-from depthmix.support.checks import check_range
+from depthmix.support.checks import check_divides, check_range
 
 
 class KVStack(nn.Module):
@@ -88,6 +88,19 @@ class KVStack(nn.Module):
         """Shapes alive before attention `index`, after the leading ones [..., K, T]."""
         check_range("index", index, 0, len(self))
         return self[0].spec(dataclasses.replace(self[0].site, index=index))
+
+    def facts(self, *, heads: int, kv_heads: int | None = None) -> KVFacts:
+        """What the mechanism costs in an attention of so many query heads and key-value heads (None: as many)."""
+        kv_heads = heads if kv_heads is None else kv_heads
+        check_sizes(self.name, heads=heads, kv_heads=kv_heads)
+        check_divides("kv_heads", kv_heads, heads, of="the query heads, heads")
+        with naming_plugin(self.name):
+            sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": self.head_dim}
+            facts = type(self[0]).facts(self.config, order=self.order, **sizes)
+            if not isinstance(facts, KVFacts):
+                raise TypeError(f"facts returned a {type(facts).__name__}; expected a depthmix.KVFacts")
+        held = sum(parameter.numel() for parameter in self.parameters())
+        return facts if facts.parameters is not None else dataclasses.replace(facts, parameters=held)
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, head_dim={self.head_dim}, depth={len(self)}"

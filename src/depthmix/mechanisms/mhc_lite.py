@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
+from depthmix.mechanisms import arithmetic
 from depthmix.mechanisms.base import MixerConfig, Site, option
 from depthmix.mechanisms.hyper_connections import Readout
 from depthmix.mechanisms.mhc import ManifoldHyperConnections
@@ -67,6 +68,10 @@ class LiteHyperConnections(ManifoldHyperConnections):
     @classmethod
     def starts_as_residual(cls, config: Any) -> bool:
         return bool(config.start == "prenorm")
+
+    @classmethod
+    def transition_flops(cls, config: Any) -> int:
+        return arithmetic.softmax(config.transition_size) + arithmetic.linear(config.transition_size, config.streams**2)
 
     def __init__(self, site: Site, config: LiteConfig) -> None:
         super().__init__(site, config)
