@@ -42,7 +42,13 @@ def run(
                 rows.append(describe(on_meta(name, dim, depth, **chosen.get(name, {}))))
         except PluginError as error:
             broken[name] = error
-    values = [{**describe_kv(name, depth, **chosen.get(name, {}))} for name in survey("kv")[0]]
+    values = []
+    for name in survey("kv")[0]:
+        try:
+            with naming_plugin(name):
+                values.append(describe_kv(name, dim, depth, **chosen.get(name, {})))
+        except PluginError as error:
+            broken[name] = error
     for reason in broken.values():
         say(f"depthmix: {reason}. It is left out")
     if json:
@@ -89,16 +95,31 @@ def describe(stack: DepthStack) -> dict[str, Any]:
         "depth": stack.depth,
         "options": dataclasses.asdict(stack.config),
         **dataclasses.asdict(stack.facts),
+        "forward_flops": stack.facts.forward_flops,
         **state_figures(stack),
     }
 
 
-def describe_kv(name: str, depth: int, /, **options: Any) -> dict[str, Any]:
-    """What a mechanism inside attention says of itself, in a decoder of `depth` sublayers."""
-    cls = kv_mechanism(name)
+def describe_kv(name: str, dim: int, depth: int, /, **options: Any) -> dict[str, Any]:
+    """The same of a KV mechanism, where every second sublayer is an attention with heads of 64 channels."""
+    cls, heads, layers = kv_mechanism(name), max(1, dim // 64), max(1, depth // 2)
     with torch.device("meta"):
-        stack = KVStack(name, head_dim=2, depth=max(1, depth // 2), **options)
-    return {"name": name, "kind": "kv", "paper": cls.paper, "state": cls.holds, **state_figures(stack)}
+        stack = KVStack(name, head_dim=dim // heads, depth=layers, **options)
+    facts = stack.facts(heads=heads)
+    return {
+        "name": name,
+        "kind": "kv",
+        "paper": cls.paper,
+        "state": cls.holds,
+        "dim": dim,
+        "depth": depth,
+        "attention_layers": layers,
+        "heads": heads,
+        "options": dataclasses.asdict(stack.config),
+        **dataclasses.asdict(facts),
+        "forward_flops": facts.forward_flops,
+        **state_figures(stack),
+    }
 
 
 def state_figures(stack: DepthStack | KVStack) -> dict[str, float]:
@@ -111,19 +132,48 @@ def widths(row: dict[str, Any]) -> str:
     return "/".join(f"{row[f'state_{where}_in_widths']:.1f}".removesuffix(".0") for where in ("at_cut", "in_read"))
 
 
+def in_widths(row: dict[str, Any]) -> str:
+    """FLOPs per token and sublayer, over D; marked where reads share passes (*) and where none are stated (~)."""
+    if row["forward_flops"] is None:
+        return "–"
+    size = row["forward_flops"] / (row["dim"] * row["depth"])
+    mark = "~" if row["flops"] is None else "*" if row.get("flops_two_phase") is not None else ""
+    return (f"{size:,.0f}" if size >= 100 else f"{size:.3g}") + mark
+
+
+def parameters_word(row: dict[str, Any]) -> str:
+    return "–" if row["parameters"] is None else f"{row['parameters']:,}"
+
+
+def flops_words(row: dict[str, Any]) -> str:
+    """FLOPs of the forward pass per token, for people to read."""
+    if row["forward_flops"] is None:
+        return "not stated by the mechanism; training counts 2 for each parameter"
+    words = f"{row['forward_flops']:,}  ({in_widths(row).rstrip('*~')}·D per sublayer)"
+    if row["flops"] is None:
+        return words + "; not stated by the mechanism: 2 for each parameter"
+    if row.get("flops_two_phase") is not None:
+        words += f"; {row['flops']:,} where each site reads on its own"
+    return words
+
+
 def print_values(rows: list[dict[str, Any]]) -> None:
     from rich import box
     from rich.table import Table
 
     title = "Inside attention: values mixed over depth, with any of the above"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for heading in ("mechanism", "arXiv", "state"):
+    for heading in ("mechanism", "arXiv", "state", "params", "FLOPs"):
         table.add_column(heading, no_wrap=heading == "mechanism")
     for row in rows:
-        table.add_row(row["name"], row["paper"].removeprefix("arXiv "), f"{row['state']} {widths(row)}·K")
+        paper = row["paper"].removeprefix("arXiv ")
+        table.add_row(row["name"], paper, f"{row['state']} {widths(row)}·K", parameters_word(row), in_widths(row))
     terminal = console()
     terminal.print(table)
     terminal.print("K        width of all key-value heads together")
+    if rows:
+        layers, heads = rows[0]["attention_layers"], rows[0]["heads"]
+        terminal.print(f"in {layers} attention layers of {heads} query and key-value heads")
     terminal.print("\nFormulas, options and code of one mechanism: depthmix show NAME")
 
 
@@ -140,7 +190,7 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int, chosen: Sequen
     table.add_column("params", justify="right", no_wrap=True)
     table.add_column("rank", justify="right", no_wrap=True)
     table.add_column("traffic", justify="right", no_wrap=True)
-    table.add_column("two-\nphase", no_wrap=True)
+    table.add_column("FLOPs", justify="right", no_wrap=True)
     table.add_column("Pre-\nNorm")
     for row in rows:
         table.add_row(
@@ -150,15 +200,18 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int, chosen: Sequen
             f"{row['parameters']:,}",
             "–" if row["rank"] is None else str(row["rank"]),
             f"{row['reads'] / dim:.3g}+{row['writes'] / dim:.3g}",
-            "yes" if row["two_phase"] else "–",
+            in_widths(row),
             row["preserves_prenorm"],
         )
     terminal = console()
     terminal.print(table)
-    terminal.print("state    and its widths D per token: at a cut/in a read, derived results included")
+    terminal.print("state    and widths D per token: at a cut / in a read, with derived results")
     terminal.print("rank     semiseparable rank of the depth mixing matrix M, generic coefficients")
     terminal.print("traffic  widths D read + written per token and sublayer, keys and values apart")
-    terminal.print("two-phase  queries are known in advance: reads of several sites share a pass")
+    terminal.print("FLOPs    of the forward pass per token and sublayer, over D")
+    terminal.print("  *      in two phases: queries are known in advance, and sites share a pass")
+    if any(row["flops"] is None for row in rows):
+        terminal.print("  ~      not stated by the mechanism: 2 for each parameter")
     terminal.print("PreNorm  whether a fresh stack computes the PreNorm network")
     for row in rows:
         if row["note"]:

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from depthmix.cli.list import describe, describe_kv, on_meta, widths
+from depthmix.cli.list import describe, describe_kv, flops_words, on_meta, parameters_word, widths
 from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, is_kv, kv_mechanism, make_config, mechanism
 from depthmix.mechanisms.registry import naming_plugin
 from depthmix.models import PRESETS, count_parameters
@@ -58,7 +58,7 @@ def run(
             kv = kv_mechanism(name)
             chosen = parse_options(options)
             make_config(kv, name, chosen, dim=dim, depth=depth)  # no other argument of a stack
-            page = {**describe_kv(name, depth, **chosen), **page_of(kv)}
+            page = {**describe_kv(name, dim, depth, **chosen), **page_of(kv)}
         else:
             chosen = parse_options(options)
             make_config(mechanism(name), name, chosen, dim=dim, depth=depth)  # no other argument of a stack
@@ -165,10 +165,20 @@ def print_page(page: dict[str, Any]) -> None:
         for row in page["option_table"]:
             table.add_row(*(row[key] for key in ("option", "default", "takes", "meaning")))
         terminal.print(table)
-    if "cost" in page:
-        terminal.print(cost_table(page))
-    else:
-        terminal.print(f"State per token: {widths(page)} widths of the key-value heads, at a cut / in a read")
+    terminal.print(cost_table(page) if "cost" in page else kv_cost_table(page))
+
+
+def kv_cost_table(page: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    sizes = f"{page['attention_layers']} attention layers of {page['heads']} heads"
+    table = Table(title=f"At D = {page['dim']}, {sizes}", title_justify="left", show_header=False)
+    table.add_row("parameters", parameters_word(page))
+    table.add_row("state per token", f"{widths(page)} widths of the key-value heads, at a cut / in a read")
+    table.add_row("FLOPs per token, forward", flops_words(page))
+    if page["note"]:
+        table.add_row("layout", page["note"])
+    return table
 
 
 def cost_table(page: dict[str, Any]) -> Any:
@@ -190,6 +200,7 @@ def cost_table(page: dict[str, Any]) -> Any:
         ("state, bytes per token", f"{at_cut:,}/{in_read:,} in {figures['dtype']}"),
         ("reads a token and sublayer", f"{figures['read_bytes_per_token_and_sublayer']:,.0f} bytes"),
         ("writes a token and sublayer", f"{figures['write_bytes_per_token_and_sublayer']:,.0f} bytes"),
+        ("FLOPs per token, forward", flops_words(page)),
         *([("layout", facts["note"])] if facts["note"] else []),
     ]
     for key, value in rows:

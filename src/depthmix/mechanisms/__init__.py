@@ -3,7 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
-from depthmix.mechanisms.base import DepthMixer, Facts, KVMixer, MixerConfig, Site, State, StateSpec, option
+from depthmix.mechanisms.base import DepthMixer, Facts, KVFacts, KVMixer, MixerConfig, Site, State, StateSpec, option
 from depthmix.mechanisms.kv_stack import KVStack
 from depthmix.mechanisms.make import make_config
 from depthmix.mechanisms.optimiser_groups import param_groups
@@ -15,6 +15,7 @@ __all__ = [
     "DepthMixer",
     "DepthStack",
     "Facts",
+    "KVFacts",
     "KVMixer",
     "KVStack",
     "MixerConfig",

@@ -26,13 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mechanisms import state as state_checks
-from depthmix.mechanisms.options import Facts, MixerConfig, PreNorm, option, rank_cap
+from depthmix.mechanisms.options import Facts, KVFacts, MixerConfig, PreNorm, option, rank_cap
 from depthmix.mechanisms.state import Coeff, Kind, Site, State, StateSpec
 
 __all__ = [  # all that the file of a mechanism needs
     "Coeff",
     "DepthMixer",
     "Facts",
+    "KVFacts",
     "KVMixer",
     "Kind",
     "MixerConfig",
@@ -168,6 +169,11 @@ class KVMixer(nn.Module):
         self.config: Any = config
         self.order = order
         self.expects = self.spec(site)  # so `spec` may use nothing but site, config and order
+
+    @classmethod
+    def facts(cls, config: Any, *, heads: int, kv_heads: int, head_dim: int, order: tuple[int, ...]) -> KVFacts:
+        """Cost of all executions in `order`; a class that does not say it states no FLOPs."""
+        return KVFacts()
 
     def reset_parameters(self) -> None:
         """Give every parameter its start."""

@@ -117,6 +117,8 @@ class BlockAttnRes(TwoPhaseAttention):
             reads=reads * dim,
             writes=writes * dim,
             two_phase=shares,
+            flops=sum(config.read_flops(dim, n) for n in rows[1:]) + added * dim,
+            flops_two_phase=cls.two_phase_flops(config, dim, rows) + added * dim if shares else None,
             note=config.layout(depth),
         )
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
+from depthmix.mechanisms import arithmetic
 from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site, State, StateSpec, option
 from depthmix.support.checks import check_positive, check_range
 
@@ -91,7 +92,20 @@ class DeepDelta(DepthMixer):
             parameters=depth * (dim + 1 + m * dim + m * (m > 1) + m * config.target_bias),
             reads=(2 * m + 1) * dim,
             writes=(m + 1) * dim,
+            flops=(depth + 1) * arithmetic.mixture(m, dim) + depth * cls.write_flops(config, dim),
         )
+
+    @classmethod
+    def write_flops(cls, config: Any, dim: int) -> int:
+        """Of the gates of a sublayer, the key, what it recalls, and the rewritten rows."""
+        m = config.value_width
+        if config.target_input == "normed":
+            gates = arithmetic.normed_linear(dim, 1 + m, bias=False)
+        else:
+            gates = arithmetic.normed_linear(dim, 1, bias=False) + arithmetic.linear(dim, m)
+        gates += 3 + m * config.target_bias + 2 * m * (config.target_bound is not None)
+        key = arithmetic.rms_norm(dim) + 1
+        return gates + key + 4 * m * dim + 2 * m
 
     def __init__(self, site: Site, config: DeepDeltaConfig) -> None:
         super().__init__(site, config)

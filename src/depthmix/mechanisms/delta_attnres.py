@@ -46,6 +46,8 @@ class DeltaAttnRes(SourceAttention):
             reads=(config.direct_reads(range(1, depth + 1)) + 3 * summed) / depth * dim,
             writes=(1 + summed / depth) * dim,
             row_sums=tuple(rows) if normalised else None,
+            flops=sum(config.read_flops(dim, n) + cls.sum_flops(config, dim, n) for n in range(2, depth + 1))
+            + (1 if cls.sums(config) and depth > 1 else depth) * dim,  # the output's sum
         )
 
     @classmethod
@@ -61,6 +63,11 @@ class DeltaAttnRes(SourceAttention):
     def sums(cls, config: Any) -> bool:
         """Whether a read is the running sum plus a mixture that keeps references and numbers only."""
         return bool(config.single_softmax)
+
+    @classmethod
+    def sum_flops(cls, config: Any, dim: int, sources: int) -> int:
+        """Of what a row adds to its mixture: the running sum, or 1 to each weight."""
+        return 2 * dim if cls.sums(config) else config.heads * sources * (config.mixing != "static")
 
     def __init__(self, site: Site, config: Any) -> None:
         super().__init__(site, config)

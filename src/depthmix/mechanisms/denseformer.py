@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from depthmix import ops
+from depthmix.mechanisms import arithmetic
 from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site, State, StateSpec, option, rank_cap
 from depthmix.support.checks import check_range
 
@@ -61,6 +62,7 @@ class DenseFormer(DepthMixer):
             parameters=sum(sizes),
             reads=(2 + sum(sizes) / depth) * dim,
             writes=(1 + len(sizes) / depth) * dim,
+            flops=arithmetic.mixture(sum(sizes), dim) + depth * dim,
             note=f"{blocks} blocks of {config.block_sublayers} sublayers, averaged after {len(sizes)} of them",
         )
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from depthmix import ops
-from depthmix.mechanisms.base import Coeff, KVMixer, MixerConfig, Site, State, StateSpec, option
+from depthmix.mechanisms import arithmetic
+from depthmix.mechanisms.base import Coeff, KVFacts, KVMixer, MixerConfig, Site, State, StateSpec, option
 from depthmix.support.checks import check_range
 
 
@@ -93,6 +94,18 @@ class DepthAttention(KVMixer):
         {"rule": "uniform"},
         {"loop": "same_layer"},
     )
+
+    @classmethod
+    def facts(cls, config: Any, *, heads: int, kv_heads: int, head_dim: int, order: tuple[int, ...]) -> KVFacts:
+        counts = [len(config.reads(index, order)) + 1 for index in range(len(order))]  # with the own value
+        mixing = [n for n in counts if n > 1]
+        flops = arithmetic.mixture(sum(mixing), kv_heads * head_dim)
+        if config.rule == "softmax":
+            pooling = heads * head_dim * (heads != kv_heads)
+            logits = sum(n * (2 * head_dim + 1) + arithmetic.softmax(n) for n in mixing)
+            flops += len(mixing) * pooling + kv_heads * logits
+        note = f"{len(mixing)} of {len(order)} attention layers mix {sum(mixing)} values, their own included"
+        return KVFacts(parameters=0, flops=flops, note=note)
 
     def __init__(self, site: Site, config: DepthAttentionConfig, order: tuple[int, ...]) -> None:
         super().__init__(site, config, order)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
+from depthmix.mechanisms import arithmetic
 from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site, State, option
 from depthmix.support.checks import check_positive
 
@@ -57,6 +58,7 @@ class Highway(DepthMixer):
             reads=(2 if width == 1 else 3) * dim,
             writes=dim,
             row_sums=(1.0,) * (depth + 1),
+            flops=depth * (arithmetic.normed_linear(dim, width) + 2 * width + 3 * dim),
         )
 
     def __init__(self, site: Site, config: HighwayConfig) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from depthmix import ops
+from depthmix.mechanisms import arithmetic
 from depthmix.mechanisms.base import (
     Coeff,
     DepthMixer,
@@ -68,6 +69,11 @@ class StreamMixer(DepthMixer):
 def stream_traffic(m: int, dim: int) -> tuple[int, int]:
     """Reads and writes in Table 1 of arXiv 2603.15031: compute the coefficients, apply each, merge."""
     return (5 * m + 1) * dim + m * m + 2 * m, (3 * m + 1) * dim + m * m + 2 * m
+
+
+def stream_flops(m: int, dim: int, depth: int, *, full: bool) -> int:
+    """Of all reads and writes of the streams, their coefficients apart; the first site reads one stream as it is."""
+    return depth * (arithmetic.mixture(m, dim) + 2 * m * dim + 2 * m * m * dim * full)
 
 
 def stream_prenorm(readout: Readout, rows: PreNorm) -> PreNorm:
@@ -147,7 +153,16 @@ class HyperConnections(StreamMixer):
             parameters=static + dynamic * config.dynamic + m * (config.readout == "learned"),
             reads=reads,
             writes=writes,
+            flops=stream_flops(m, dim, depth, full=full)
+            + config.dynamic * (cls.dynamic_flops(config, dim, 1) + (depth - 1) * cls.dynamic_flops(config, dim, 2)),
         )
+
+    @classmethod
+    def dynamic_flops(cls, config: Any, dim: int, vectors: int) -> int:
+        """Of the coefficients of a site with so many weight vectors beside those of the transition."""
+        rows = vectors + config.streams * (config.transition == "full")
+        bounded = rows * (config.tanh + 2)  # tanh, scale, added to the static part
+        return int(config.streams * (arithmetic.normed_linear(dim, rows, bias=False) + bounded))
 
     def __init__(self, site: Site, config: HyperConnectionsConfig) -> None:
         super().__init__(site, config)

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from depthmix.mechanisms.base import KVMixer, Site, State, StateSpec
+from depthmix.mechanisms.base import KVFacts, KVMixer, Site, State, StateSpec
 from depthmix.mechanisms.make import check_sizes, make_config
 from depthmix.mechanisms.registry import kv_mechanism, naming_plugin
 from depthmix.mechanisms.state import state_widths
-from depthmix.support.checks import check_range
+from depthmix.support.checks import check_divides, check_range
 
 
 class KVStack(nn.Module):
@@ -93,6 +93,19 @@ class KVStack(nn.Module):
     def state_widths(self) -> tuple[float, float]:
         """Widths per token of the largest state, at a cut and in a read; a width is one vector for each KV head."""
         return state_widths([self.spec(index) for index in range(len(self) + 1)], self.head_dim)
+
+    def facts(self, *, heads: int, kv_heads: int | None = None) -> KVFacts:
+        """What the mechanism costs in an attention of so many query heads and key-value heads (None: as many)."""
+        kv_heads = heads if kv_heads is None else kv_heads
+        check_sizes(self.name, heads=heads, kv_heads=kv_heads)
+        check_divides("kv_heads", kv_heads, heads, of="the query heads, heads")
+        with naming_plugin(self.name):
+            sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": self.head_dim}
+            facts = type(self[0]).facts(self.config, order=self.order, **sizes)
+            if not isinstance(facts, KVFacts):
+                raise TypeError(f"facts returned a {type(facts).__name__}; expected a depthmix.KVFacts")
+        held = sum(parameter.numel() for parameter in self.parameters())
+        return facts if facts.parameters is not None else dataclasses.replace(facts, parameters=held)
 
     def extra_repr(self) -> str:
         return f"{self.name!r}, head_dim={self.head_dim}, depth={len(self)}"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from depthmix import ops
+from depthmix.mechanisms import arithmetic
 from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site, State, StateSpec, option, rank_cap
 from depthmix.support.checks import check_positive, check_range
 
@@ -106,7 +107,26 @@ class LinearAttention(DepthMixer):
             reads=(r + 1) * dim,
             writes=(r + 1) * dim,
             row_sums=(1.0,) * (depth + 1) if config.normalize else None,
+            flops=depth * (cls.key_flops(config, dim, rule) + cls.update_flops(config, dim))
+            + cls.key_flops(config, dim, "plain" if rule == "gated" else rule)
+            + r * dim  # the embedding as the first row
+            + depth * (arithmetic.mixture(r, dim) + 3 * r * config.normalize),
         )
+
+    @classmethod
+    def key_flops(cls, config: Any, dim: int, rule: str) -> int:
+        """Of what decides how a source is written: the key, with its gate or its β and transition."""
+        r = config.rank
+        rows = r + {"plain": 0, "gated": r, "delta": 1}[rule]
+        flops = arithmetic.normed_linear(dim, rows) + arithmetic.elu1(r) * (config.feature_map == "elu1")
+        own = {"plain": 0, "gated": r, "delta": arithmetic.rms_norm(r) + 2 + 3 * r + 2 * r * r}
+        return flops + own[rule]
+
+    @classmethod
+    def update_flops(cls, config: Any, dim: int) -> int:
+        r = config.rank
+        kept = {"plain": 0, "gated": r, "delta": 2 * r * r}[config.rule]
+        return int((kept + 2 * r) * (dim + config.normalize))
 
     def __init__(self, site: Site, config: LinearAttentionConfig) -> None:
         super().__init__(site, config)

@@ -13,8 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
+from depthmix.mechanisms import arithmetic
 from depthmix.mechanisms.base import Coeff, Facts, MixerConfig, PreNorm, Site, State, option, rank_cap
-from depthmix.mechanisms.hyper_connections import Readout, StreamMixer, Streams, stream_prenorm, stream_traffic
+from depthmix.mechanisms.hyper_connections import (
+    Readout,
+    StreamMixer,
+    Streams,
+    stream_flops,
+    stream_prenorm,
+    stream_traffic,
+)
 from depthmix.mechanisms.stream_starts import (
     WIDEST,
     check_output_scale,
@@ -107,7 +115,22 @@ class ManifoldHyperConnections(StreamMixer):
             parameters=sites + (m * row + 1) * (config.readout == "learned"),
             reads=reads,
             writes=writes,
+            flops=stream_flops(m, dim, depth, full=res > 0)
+            + cls.coefficient_flops(m, dim, gates=1, rest=res)
+            + (depth - 1) * cls.coefficient_flops(m, dim, gates=2, rest=res)
+            + depth * (cls.transition_flops(config) if res else 0)
+            + (cls.coefficient_flops(m, dim, gates=1) if config.readout == "learned" else 0),
         )
+
+    @classmethod
+    def coefficient_flops(cls, m: int, dim: int, gates: int, rest: int = 0) -> int:
+        """Of a z + b for so many gates of m streams and `rest` more numbers, and of the gates' sigmoids."""
+        rows = gates * m + rest
+        return arithmetic.normed_linear(m * dim, rows, bias=False) + 2 * rows + 2 * gates * m
+
+    @classmethod
+    def transition_flops(cls, config: Any) -> int:
+        return arithmetic.sinkhorn(config.streams, config.iterations, config.eps)
 
     @classmethod
     def starts_as(cls, config: Any, depth: int) -> PreNorm:

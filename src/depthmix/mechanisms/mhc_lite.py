@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from depthmix import ops
+from depthmix.mechanisms import arithmetic
 from depthmix.mechanisms.base import MixerConfig, Site, option
 from depthmix.mechanisms.hyper_connections import Readout
 from depthmix.mechanisms.mhc import ManifoldHyperConnections
@@ -84,6 +85,10 @@ class LiteHyperConnections(ManifoldHyperConnections):
         {"streams": 2, "readout": "sum"},
         {"transition": "identity", "start": "hyper"},
     )
+
+    @classmethod
+    def transition_flops(cls, config: Any) -> int:
+        return arithmetic.softmax(config.transition_size) + arithmetic.linear(config.transition_size, config.streams**2)
 
     def __init__(self, site: Site, config: LiteConfig) -> None:
         super().__init__(site, config)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
+from depthmix.mechanisms import arithmetic
 from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site, State, StateSpec, option, rank_cap
 from depthmix.support.checks import check_divides, check_positive
 
@@ -80,7 +81,13 @@ class LayerAttention(DepthMixer):
             parameters=(4 * depth + 2) * dim,
             reads=3 * dim,
             writes=2 * dim,
+            flops=depth * 6 * dim + dim + (depth + 1) * cls.gate_flops(config, dim),
         )
+
+    @classmethod
+    def gate_flops(cls, config: Any, dim: int) -> int:
+        """Of the gate of one source: the norm, its weighted square in each head, scale and sigmoid."""
+        return arithmetic.rms_norm(dim) + 3 * dim + 2 * dim // int(config.width(dim))
 
     gamma: Tensor | None
     decay: Tensor | None
@@ -187,7 +194,17 @@ class BaseLayerAttention(LayerAttention):
             parameters=(3 * depth + 1) * dim,
             reads=(depth + 1) * dim,  # keys and values of (L+1)/2 sources on average
             writes=3 * dim,
+            flops=(depth + 1) * (arithmetic.rms_norm(dim) + dim)
+            + sum(cls.row_flops(config, dim, sources) for sources in range(2, depth + 2)),
         )
+
+    @classmethod
+    def row_flops(cls, config: Any, dim: int, sources: int) -> int:
+        """Of one read: the query, its scores and softmax per head, the mixture, γ, and the plain sum."""
+        heads = dim // int(config.width(dim))
+        weights = 2 * dim * sources + heads * arithmetic.softmax(sources)
+        query = arithmetic.rms_norm(dim) + 2 * dim
+        return query + weights + arithmetic.mixture(sources, dim) + dim + dim * sources
 
     @staticmethod
     def layout(site: Site) -> dict[str, bool]:

@@ -51,7 +51,11 @@ def option(default: Any, meaning: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a mechanism says of itself for given options, width and depth. `verify` measures all but the traffic."""
+    """What a mechanism says of itself for given options, width and depth.
+
+    `verify` measures all but traffic and FLOPs. FLOPs are those of a forward pass, per token, of all sites with the
+    output's; `arithmetic` says what counts as one.
+    """
 
     preserves_prenorm: PreNorm
     rank: int | None  # semiseparable rank that generic coefficients reach or stay below; None: operator-valued
@@ -60,7 +64,30 @@ class Facts:
     writes: float
     two_phase: bool = False  # reads of several sites share a pass over finished sources
     row_sums: tuple[float, ...] | None = None  # of M, where they do not depend on the parameters
+    flops: int | None = None  # where each site reads on its own; None: not stated
+    flops_two_phase: int | None = None  # where reads share passes; None: they do not
     note: str = ""
+
+    @property
+    def forward_flops(self) -> int:
+        """FLOPs of what runs: in two phases where reads share passes. Where none are stated, 2 for each parameter."""
+        stated = self.flops if self.flops_two_phase is None else self.flops_two_phase
+        return 2 * self.parameters if stated is None else stated
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVFacts:
+    """What a KV mechanism says of itself for given options and sizes of attention. FLOPs are as those of `Facts`."""
+
+    parameters: int | None = None  # None: not stated, and counted
+    flops: int | None = None  # of all executions of attention; None: not stated
+    note: str = ""
+
+    @property
+    def forward_flops(self) -> int | None:
+        """Where no FLOPs are stated, 2 for each parameter; None where these are not stated either."""
+        stated = None if self.parameters is None else 2 * self.parameters
+        return stated if self.flops is None else self.flops
 
 
 def rank_cap(depth: int) -> int:

@@ -26,7 +26,15 @@ class Residual(DepthMixer):
     @classmethod
     def facts(cls, config: Any, *, dim: int, depth: int) -> Facts:
         row_sums = tuple(float(row + 1) for row in range(depth + 1))
-        return Facts(preserves_prenorm="exact", rank=1, parameters=0, reads=2 * dim, writes=dim, row_sums=row_sums)
+        return Facts(
+            preserves_prenorm="exact",
+            rank=1,
+            parameters=0,
+            reads=2 * dim,
+            writes=dim,
+            row_sums=row_sums,
+            flops=depth * dim,
+        )
 
     def combine(self, state: State, c: Coeff) -> Tensor:
         return state[0]  # (1)

@@ -56,6 +56,7 @@ class ScaledResidual(DepthMixer):
             parameters=depth * (1 if config.gate == "scalar" else dim),
             reads=2 * dim,
             writes=dim,
+            flops=depth * 2 * dim,
         )
 
     def __init__(self, site: Site, config: ScaledResidualConfig) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
+from depthmix.mechanisms import arithmetic
 from depthmix.mechanisms.base import Coeff, DepthMixer, MixerConfig, PreNorm, Site, State, option
 from depthmix.support.checks import check_divides, check_positive
 
@@ -71,6 +72,27 @@ class SourceAttentionConfig(MixerConfig):
     @property
     def read_options(self) -> ops.ReadOptions:
         return ops.ReadOptions(self.key_norm, self.eps, self.scale)
+
+    def attend_flops(self, dim: int, sources: int, queries: int = 1, prior: int = 0) -> int:
+        """Of one pass in which so many queries attend over sources, each with `prior` mixtures of known logits too."""
+        joined = sources + prior
+        logits = sources * (2 * dim + self.heads * (self.key_norm + 1))  # dot product, times 1/rms and scale
+        weights = self.heads * (joined if self.mixing == "sigmoid" else arithmetic.softmax(joined))
+        norms = sources * self.key_norm * arithmetic.inverse_rms(dim)
+        return norms + queries * (logits + weights + arithmetic.mixture(joined, dim))
+
+    def read_flops(self, dim: int, sources: int) -> int:
+        """Of one read over this many sources, at least 2."""
+        if self.mixing == "static":
+            return arithmetic.mixture(sources, dim)
+        flops = dim if self.counts_sources else 0
+        if self.query == "input":
+            flops += arithmetic.rms_norm(dim) + arithmetic.linear(dim, dim) + dim * self.has_key_weight
+        if self.mixing != "linear":
+            return flops + self.attend_flops(dim, sources)
+        flops += arithmetic.elu1(dim) * (self.query == "input")
+        key = arithmetic.rms_norm(dim) * self.key_norm + arithmetic.elu1(dim)
+        return flops + sources * (key + 2 * dim + 2 * self.heads) + arithmetic.mixture(sources, dim)
 
     def direct_reads(self, sources: Sequence[int]) -> int:
         """Widths that rows over this many sources read as keys and as values, the embedding not counted."""
@@ -144,12 +166,14 @@ class SourceAttention(DepthMixer):
         else:
             assert self.query is not None
             query = ops.wide(self.query).flatten()
+        if self.key_weight is not None:
+            query = query * self.key_weight  # (1) γ in the query, 1/rms in the logit: no key is made
         query = query.unflatten(-1, (config.heads, -1))  # [..., H, D/H]
-        keys = [ops.key_of(v, self.key_weight, config.key_norm, config.eps) for v in sources]  # (1)
         if config.mixing == "linear":
+            keys = [ops.key_of(v, None, config.key_norm, config.eps) for v in sources]  # (1)
             products = ops.scores([ops.elu1(k) for k in keys], ops.elu1(query))
             return products / products.sum(-1, keepdim=True)
-        scores = config.scale * ops.scores(keys, query)  # (2)
+        scores = config.scale * ops.normed_scores(sources, query, config.key_norm, config.eps)  # (2)
         if config.mixing == "sigmoid":
             return torch.sigmoid(scores)
         weights = torch.softmax(scores, -1)  # (3)

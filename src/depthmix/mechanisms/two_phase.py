@@ -42,6 +42,21 @@ class TwoPhaseAttention(SourceAttention):
         """Whether reads share passes: decides what runs, what `spec` tells and what the facts count."""
         return bool(config.single_softmax and 1 < cls.group_size(config, depth) < depth)
 
+    @classmethod
+    def two_phase_flops(cls, config: Any, dim: int, rows: Sequence[int]) -> int:
+        """Of all reads in two phases; `rows` says how many sources each site reads."""
+        depth, flops = len(rows) - 1, 0
+        size = cls.group_size(config, depth)
+        for start in range(0, depth + 1, size):
+            group, settled = rows[start : start + size], cls.finished(config, Site(start, depth, dim, "out"))
+            if settled == 1 or len(group) == 1:  # nothing to share
+                flops += sum(config.read_flops(dim, n) for n in group if n > 1)
+            else:
+                flops += config.attend_flops(dim, settled, queries=len(group))
+                flops += sum(config.attend_flops(dim, n - settled, prior=1) for n in group if n > settled)
+                flops += dim * len(group) * config.counts_sources
+        return flops
+
     def __init__(self, site: Site, config: Any) -> None:
         super().__init__(site, config)
         self.settled = self.finished(config, site)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
-from depthmix.mechanisms.base import Coeff, KVMixer, MixerConfig, Site, State, StateSpec, option
+from depthmix.mechanisms.base import Coeff, KVFacts, KVMixer, MixerConfig, Site, State, StateSpec, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,11 @@ class ValueResidual(KVMixer):
 
     own: Tensor | None
     first: Tensor | None
+
+    @classmethod
+    def facts(cls, config: Any, *, heads: int, kv_heads: int, head_dim: int, order: tuple[int, ...]) -> KVFacts:
+        later = len(order) - 1
+        return KVFacts(parameters=2 * later * config.learned, flops=later * 3 * kv_heads * head_dim)
 
     def __init__(self, site: Site, config: ValueResidualConfig, order: tuple[int, ...]) -> None:
         super().__init__(site, config, order)

@@ -1,4 +1,4 @@
-"""What a decoder counts: parameters, and how many of them a token is multiplied with. Counted without storage."""
+"""What a decoder counts: parameters, and the FLOPs of a token. Counted without storage."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
+from depthmix.mechanisms import KVStack
 from depthmix.models.config import DecoderConfig
 from depthmix.models.decoder import Decoder
 from depthmix.models.moe import MixtureOfExperts
@@ -31,16 +32,22 @@ def count_parameters(config: DecoderConfig) -> Counts:
 
 
 def count_multiplied(config: DecoderConfig) -> int:
-    """Parameters that a token is multiplied with: each as often as it runs, the head always, the embedding never."""
+    """Parameters outside the mixers that a token is multiplied with: each as often as it runs, the head always, the
+    embedding never."""
     return count(config)[1]
 
 
+def mixing_flops(config: DecoderConfig) -> int:
+    """Forward FLOPs per token of the mixers of both kinds, as they state them; 2 per parameter of one that does not."""
+    return count(config)[2]
+
+
 @lru_cache(maxsize=256)
-def count(config: DecoderConfig) -> tuple[Counts, int]:
-    """Both counts, on one decoder on the meta device."""
+def count(config: DecoderConfig) -> tuple[Counts, int, int]:
+    """All counts, on one decoder on the meta device."""
     with torch.device("meta"):
         model = Decoder(config)
-    return count_once(model), count_each_run(model)
+    return count_once(model), count_each_run(model), count_mixing(model)
 
 
 def count_once(model: Decoder) -> Counts:
@@ -57,13 +64,20 @@ def count_once(model: Decoder) -> Counts:
 
 
 def count_each_run(model: Decoder) -> int:
-    parts = (model.depth, model.kv_mixers, model.norm)
-    multiplied = sum(elements(part.parameters()) for part in parts)
+    multiplied = elements(model.norm.parameters())
     multiplied += model.embed.weight.numel()  # of the head, which has the shape of the table
     for layer in model.layer_order:
         for sublayer in model.sublayers[2 * layer : 2 * layer + 2]:
             multiplied += elements(sublayer.parameters()) - idle_parameters(sublayer)
     return multiplied
+
+
+def count_mixing(model: Decoder) -> int:
+    flops = model.depth.facts.forward_flops
+    if isinstance(model.kv_mixers, KVStack):
+        config = model.config
+        flops += model.kv_mixers.facts(heads=config.heads, kv_heads=config.num_kv_heads).forward_flops or 0
+    return flops
 
 
 def elements(parameters: Iterable[nn.Parameter]) -> int:

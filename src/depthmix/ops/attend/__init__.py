@@ -16,7 +16,7 @@ from torch import Tensor
 
 from depthmix.ops.attend.dispatch import read_many, read_one, sharing_pays, using
 from depthmix.ops.attend.options import ReadOptions
-from depthmix.ops.attend.reference import fold, key_of, scores, weighted_mixture
+from depthmix.ops.attend.reference import fold, key_of, normed_scores, scores, weighted_mixture
 from depthmix.ops.streams import weighted_sum
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "fold",
     "key_of",
     "merge",
+    "normed_scores",
     "read_many",
     "read_one",
     "scores",

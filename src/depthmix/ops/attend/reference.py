@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.attend.options import DEFAULT, ReadOptions
-from depthmix.ops.reference import linear, rms_norm, weighted_sum, wide
+from depthmix.ops.reference import linear, rms_norm, rms_parts, weighted_sum, wide
 
 Reads = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # Q mixtures [..., D] and their Q log-sum-exps [...]
 
@@ -47,6 +47,15 @@ def scores(keys: Sequence[Tensor], query: Tensor) -> Tensor:
     """Logits [..., H, S] of keys [..., D], split into heads, under queries [..., H, D/H]."""
     heads = query.shape[-2]
     return torch.stack([(k.unflatten(-1, (heads, -1)) * query).sum(-1) for k in keys], -1)
+
+
+def normed_scores(sources: Sequence[Tensor], query: Tensor, normalize: bool, eps: float) -> Tensor:
+    """`scores` of norm(v) without making it: 1/rms of a source is taken into its logit."""
+    if not normalize:
+        return scores([wide(v) for v in sources], query)
+    parts = [rms_parts(v, eps) for v in sources]
+    rstd = torch.stack([r for _, r, _ in parts], -1)  # [..., 1, S]
+    return scores([u for u, _, _ in parts], query) * rstd
 
 
 def join(sources: Sequence[Tensor], logits: Tensor, prior: tuple[Tensor, Tensor] | None) -> Reads:
