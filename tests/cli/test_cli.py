@@ -49,7 +49,7 @@ def test_list_gives_the_papers_traffic_when_asked_for_the_papers_options(capsys:
     assert widths["attnres"] == 24
     assert widths["block_attnres"] == 5.5
     assert rows["block_attnres"]["options"]["num_blocks"] == 8
-    assert rows["depth_attention"]["options"] == {"stride": 4}
+    assert rows["depth_attention"]["options"]["stride"] == 4
     assert main(["list", *PAPERS_SIZES]) == 0
     out = capsys.readouterr().out
     traffic = {name: next(line for line in out.splitlines() if line.startswith(f"{name} ")) for name in widths}

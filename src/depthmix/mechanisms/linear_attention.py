@@ -108,7 +108,7 @@ class LinearAttention(DepthMixer):
             writes=(r + 1) * dim,
             row_sums=(1.0,) * (depth + 1) if config.normalize else None,
             flops=depth * (cls.key_flops(config, dim, rule) + cls.update_flops(config, dim))
-            + cls.key_flops(config, dim, "plain" if rule == "gated" else rule)
+            + cls.key_flops(config, dim, {"gated": "plain", "gated_delta": "delta"}.get(rule, rule))
             + r * dim  # the embedding as the first row
             + depth * (arithmetic.mixture(r, dim) + 3 * r * config.normalize),
         )
@@ -117,15 +117,15 @@ class LinearAttention(DepthMixer):
     def key_flops(cls, config: Any, dim: int, rule: str) -> int:
         """Of what decides how a source is written: the key, with its gate or its β and transition."""
         r = config.rank
-        rows = r + {"plain": 0, "gated": r, "delta": 1}[rule]
+        rows = r + {"plain": 0, "gated": r, "delta": 1, "gated_delta": 2}[rule]
         flops = arithmetic.normed_linear(dim, rows) + arithmetic.elu1(r) * (config.feature_map == "elu1")
-        own = {"plain": 0, "gated": r, "delta": arithmetic.rms_norm(r) + 2 + 3 * r + 2 * r * r}
-        return flops + own[rule]
+        delta = arithmetic.rms_norm(r) + 2 + 3 * r + 2 * r * r
+        return flops + {"plain": 0, "gated": r, "delta": delta, "gated_delta": delta + 1 + r * r}[rule]
 
     @classmethod
     def update_flops(cls, config: Any, dim: int) -> int:
         r = config.rank
-        kept = {"plain": 0, "gated": r, "delta": 2 * r * r}[config.rule]
+        kept = {"plain": 0, "gated": r}.get(config.rule, 2 * r * r)
         return int((kept + 2 * r) * (dim + config.normalize))
 
     def __init__(self, site: Site, config: LinearAttentionConfig) -> None:
