@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -47,6 +47,24 @@ class StateSpec:
     shapes: tuple[tuple[int, ...], ...]
     essential: int
     sealed: int
+
+
+class SourceWeights(NamedTuple):
+    """How one read weights a list of sources: what a mechanism says of itself, for traces.
+
+    weights: α [..., H, S] of H groups of channels, in the order of the names; whatever broadcasts to it will do.
+    names: of the sources, oldest first; a source has one name in all rows: "embedding", "output 3", "block 2".
+    partial: whether the last source is still growing (the running sum of a block).
+    """
+
+    weights: Tensor
+    names: tuple[str, ...]
+    partial: bool = False
+
+
+def output_names(first: int, last: int) -> tuple[str, ...]:
+    """The embedding and the outputs of sublayers `first` to `last`, counted from 1."""
+    return ("embedding", *(f"output {i}" for i in range(first, last + 1)))
 
 
 def check_state(site: Site, expects: StateSpec, state: State) -> None:
