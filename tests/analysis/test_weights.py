@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import depthmix as dm
+from depthmix.analysis import figures
 from depthmix.analysis.invariants import Probe, make_probe
 from depthmix.mechanisms.source_attention import options_of_family
 from tests.cases import EVERY_MECHANISM, label
@@ -190,3 +191,12 @@ def test_traces_of_earlier_versions_load(tmp_path: Path) -> None:
     assert back.weights is None
     assert back.shares_of == "M"
     assert torch.allclose(back.sinks(), dm.sinks(found.M), atol=1e-12)
+
+
+def test_weights_are_drawn_with_the_names_of_their_sources(tmp_path: Path) -> None:
+    found = traced(make_probe("block_attnres", {"block_sublayers": 2, "heads": 2}))
+    figures.weights_map(found, tmp_path / "weights.svg")
+    drawn = (tmp_path / "weights.svg").read_text()
+    assert all(f"<!-- {name} -->" in drawn for name in found.source_names)
+    with pytest.raises(ValueError, match="residual does not weight a list of sources"):
+        figures.weights_map(traced(make_probe("residual", {})), tmp_path / "none.png")
