@@ -38,6 +38,8 @@ def test_one_bit_of_one_weight_is_seen_and_metadata_is_not(tmp_path: Path) -> No
     assert same_results.tensors_digest([tmp_path / "x.safetensors"]) == before
     save_file({"a": other}, tmp_path / "x.safetensors")
     assert same_results.tensors_digest([tmp_path / "x.safetensors"]) != before
+    save_file({"a": weight, "b": other}, tmp_path / "x.safetensors")
+    assert same_results.tensors_digest([tmp_path / "x.safetensors"], only="a") == before
 
 
 def test_a_difference_is_counted_and_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,8 +105,9 @@ def write_orders(folder: Path, runs: Runs) -> list[tuple[str, list[str]]]:
     return orders
 
 
-def tensors_digest(files: list[Path]) -> str:
-    """Of names, dtypes, shapes and bits of the tensors in safetensors files, whatever else these say."""
+def tensors_digest(files: list[Path], only: str | None = None) -> str:
+    """Of names, dtypes, shapes and bits of the tensors in safetensors files, or of the one named `only`, whatever else
+    these say."""
     digest = hashlib.sha256()
     for file in files:
         content = file.read_bytes()
@@ -114,6 +115,8 @@ def tensors_digest(files: list[Path]) -> str:
         header = json.loads(content[8:size])
         header.pop("__metadata__", None)
         for name, entry in sorted(header.items()):
+            if only not in (None, name):
+                continue
             begin, end = entry["data_offsets"]
             digest.update(f"{file.name} {name} {entry['dtype']} {entry['shape']}".encode())
             digest.update(content[size + begin : size + end])
@@ -137,7 +140,7 @@ def digests(run: Path) -> dict[str, str]:
     return {
         "weights": tensors_digest([run / "final" / "model.safetensors"]),
         "losses": losses_digest(run),
-        "M": tensors_digest(snapshots),
+        "M": tensors_digest(snapshots, only="M"),
     }
 
 

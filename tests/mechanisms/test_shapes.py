@@ -147,7 +147,11 @@ def test_a_trace_takes_no_tokens_and_no_leading_axes(name: str, options: dict[st
         groups = () if traced.kind in ("scalar", "operator") else (probe.stack[0].groups,)
         assert traced.M.shape == (*lead, *groups, 6, 6)
         assert traced.sources.shape == traced.inputs.shape == (6, *lead, 8)
-        assert traced.row_sums().shape == traced.sinks().shape == (*lead, *groups, 6)
+        assert traced.row_sums().shape == (*lead, *groups, 6)
+        held = traced.M if traced.weights is None else traced.weights
+        assert traced.sinks().shape == (*held.shape[:-2], held.shape[-1])
+        assert traced.entropy().shape == traced.locality().shape == held.shape[:-1]
+        assert traced.spread().shape == held.shape[len(lead) : -1]
         if traced.kind != "operator":
             assert traced.rank().shape == traced.effective_rank().shape == (*lead, *groups)
 

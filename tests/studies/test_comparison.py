@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -9,6 +10,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -333,3 +335,41 @@ def test_the_best_learning_rate_at_the_edge_is_told(tmp_path: Path) -> None:
     found = compare([run("a", 0)], {})
     page = render(found, {"a": {1e-3: 2.0, 2e-3: 1.9}}, ABOUT, {}, tmp_path)
     assert "first or last that was tried for a: try more beyond it" in page
+
+
+def with_depth(one: Run, **line: Any) -> Run:
+    return dataclasses.replace(one, depth={"kind": "depth", **line})
+
+
+def test_the_page_tells_what_was_recorded_over_depth(tmp_path: Path) -> None:
+    new = {
+        "state_norm": [[1.0], [3.0, 4.0], [2.0], [2.0]],
+        "contribution": [1.0, 0.25, 0.5, None],
+        "gradient_norm": [6.0, 1.0, 1.0, 2.0],
+        "output_norm": [1.0, 1.0, 1.0, 1.0],
+        "sinks": [0.44, 0.1],
+        "effective_rank": None,
+        "stream_distance": None,
+        "shares_of": "weights",
+        "recording_seconds": 0.5,
+        "processor_seconds": 100.0,
+    }
+    old = {"output_norm": [1.0, 2.0, 3.0, 4.0], "gradient_norm": [2.0, 1.0, 1.0, 1.0]}  # of depthmix 0.1
+    found = compare([with_depth(run("a", 0), **new), with_depth(run("b", 0), **old)], {"b": "a"})
+    figures = draw_comparison(found, {}, tmp_path / "figures")
+    page = render(found, {}, ABOUT, figures, tmp_path)
+    assert "![Magnitudes over depth](figures/depth.png)" in page
+    table = page.split("## Over depth")[1].split("\n\n")[1]
+    assert table.splitlines() == [
+        "| arm | largest state | gradient, early over late | embedding's share | recording | shares of |",
+        "|---|---|---|---|---|---|",
+        "| a | 3.54 | 3.00 | 0.440 | 0.50% | weights |",
+        "| b |  | 2.00 |  |  |  |",
+    ]
+
+
+def test_the_last_recording_of_a_run_is_read_with_it() -> None:
+    folder = Path(__file__).parent.parent / "fixtures" / "v0_1_0" / "runs" / "finished"
+    one = read_run(folder, arm="a", seed=0, lr=1e-3)
+    assert one.depth["step"] == 6
+    assert len(one.depth["output_norm"]) == 20

@@ -379,7 +379,7 @@ def test_two_ranks_follow_the_same_curve_as_one(tmp_path: Path) -> None:
         one, two = ([line[field] for line in lines(tmp_path / n, kind)] for n in ("one", "two"))
         assert one == pytest.approx(two, rel=2e-3), (kind, field)
     one, two = (lines(tmp_path / n, "depth")[-1] for n in ("one", "two"))
-    for field in ("output_norm", "gradient_norm", "query_norm", "weight_entropy"):
+    for field in ("output_norm", "gradient_norm", "read_norm", "contribution", "query_norm", "weight_entropy", "sinks"):
         assert one[field] == pytest.approx(two[field], rel=0.05, abs=1e-3), field
     # One process reads what two wrote.
     (tmp_path / "two" / "result.json").unlink()

@@ -3,10 +3,21 @@
 from importlib import import_module
 from types import ModuleType
 
+from depthmix.analysis.magnitudes import Magnitudes, measuring
 from depthmix.analysis.structure import effective_rank, row_sums, semiseparable_rank, sinks
-from depthmix.analysis.trace import Trace, trace
+from depthmix.analysis.trace import Trace, trace, tracing
 
-__all__ = ["Trace", "effective_rank", "row_sums", "semiseparable_rank", "sinks", "trace"]
+__all__ = [
+    "Magnitudes",
+    "Trace",
+    "effective_rank",
+    "measuring",
+    "row_sums",
+    "semiseparable_rank",
+    "sinks",
+    "trace",
+    "tracing",
+]
 
 
 def __getattr__(name: str) -> ModuleType:

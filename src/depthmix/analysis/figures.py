@@ -41,6 +41,35 @@ def heat_maps(
     save(figure, Path(path))
 
 
+def weights_map(trace: Trace, path: str | os.PathLike[str], title: str | None = None) -> None:
+    """Weights over sources, the mean over tokens and of the first head: a column for each source by its name."""
+    if trace.weights is None:
+        raise ValueError(f"{trace.mechanism} does not weight a list of sources; draw M with heat_map")
+    weights = trace.weights.double().reshape(-1, *trace.weights.shape[trace.sources.dim() - 2 :]).mean(0)
+    weights = weights if weights.dim() == 2 else weights[0]
+    rows, columns = weights.shape
+    unread = weights.new_ones(rows, columns).bool()
+    for row, read in enumerate(trace.reads):
+        unread[row, read] = False
+    figure = new_figure()
+    figure.set_size_inches(1.6 + 0.3 * columns, 1.6 + 0.22 * rows)
+    axis = figure.subplots()
+    axis.set_facecolor("0.93")
+    shown = weights.masked_fill(unread, float("nan")).numpy()
+    image = axis.imshow(shown, cmap="Blues", vmin=0, vmax=max(float(weights.max()), 1e-12), aspect="auto")
+    for row, partial in enumerate(trace.partial):
+        if partial:
+            axis.text(trace.reads[row][-1], row, "+", ha="center", va="center", fontsize=8, color="0.4")
+    axis.set_title(title or trace.mechanism, fontsize=10)
+    axis.set_xlabel("source" + (" (+: still growing)" if any(trace.partial) else ""), fontsize=8)
+    axis.set_ylabel("row", fontsize=8)
+    axis.set_xticks(range(columns), trace.source_names, rotation=60, ha="right")
+    axis.set_yticks(range(rows), [*map(str, range(1, rows)), "head"])
+    axis.tick_params(labelsize=7, length=2)
+    figure.colorbar(image, ax=axis, fraction=0.046, pad=0.03).ax.tick_params(labelsize=6, length=2)
+    save(figure, Path(path))
+
+
 def save(figure: Any, target: Path) -> None:
     with replacing(target) as part:
         figure.savefig(part, dpi=130, format=target.suffix[1:])

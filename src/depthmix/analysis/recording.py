@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, State
@@ -25,13 +26,16 @@ class Record:
 
 @contextmanager
 def recording(stack: DepthStack) -> Iterator[Record]:
-    """While open, the stack's mixers run coeff → combine → value → update, never a fast path, and are recorded."""
+    """While open, the stack's mixers run coeff → combine → value → update, never a fast path, and are recorded.
+
+    Where gradients are enabled the pass itself is the model's own, for its graph; coefficients are computed beside it.
+    """
     record = Record()
 
     def begin(x: Tensor) -> State:
         if record.embedding is not None:
             raise ValueError("begin was called twice; trace one forward pass")
-        record.embedding = x.clone()
+        record.embedding = x.detach().clone()
         return type(stack).begin(stack, x)
 
     def read(mixer: DepthMixer, state: State) -> tuple[Tensor, Any]:
@@ -48,36 +52,52 @@ def recording(stack: DepthStack) -> Iterator[Record]:
             raise ValueError(f"site {site - 1} was not written; expected a write after each read, before site {site}")
         mixer.check_state(state)
         essential = state[: mixer.expects.essential]
-        c = mixer.coeff(essential)
-        h = mixer.combine(essential, c)
-        record.coefficients[site], record.inputs[site] = c, h.clone()  # a sublayer may work on h in place
-        return h, c
+        with torch.no_grad():
+            c = mixer.coeff(essential)
+        h, carry = type(mixer).read(mixer, state) if torch.is_grad_enabled() else (mixer.combine(essential, c), None)
+        # Copies: a sublayer may work on h in place, and some coefficients are parameters, which may change or be freed.
+        record.coefficients[site], record.inputs[site] = copy_coefficients(c), h.detach().clone()
+        return h, carry
 
-    def write(mixer: DepthMixer, state: State, c: Any, y: Tensor) -> State:
+    def write(mixer: DepthMixer, state: State, carry: Any, y: Tensor) -> State:
         site = mixer.site.index
         if site in record.written:
             raise ValueError(f"site {site} was written twice; trace one forward pass")
         essential = state[: mixer.expects.essential]
         y = mixer.checked_output(essential, y)
-        c, v = mixer.value(essential, c, y)
-        record.outputs[site], record.coefficients[site], record.written[site] = y.clone(), c, v.clone()
-        return mixer.update(essential, c, v)
+        with torch.no_grad():
+            c, v = mixer.value(essential, record.coefficients[site], y)
+        record.coefficients[site] = copy_coefficients(c)
+        record.outputs[site], record.written[site] = y.detach().clone(), v.detach().clone()
+        return type(mixer).write(mixer, state, carry, y) if torch.is_grad_enabled() else mixer.update(essential, c, v)
 
-    patched: list[tuple[nn.Module, str]] = []
+    with replaced(stack, begin, read, write):
+        yield record
+
+
+@contextmanager
+def replaced(
+    stack: DepthStack,
+    begin: Callable[[Tensor], State],
+    read: Callable[[DepthMixer, State], tuple[Tensor, Any]],
+    write: Callable[[DepthMixer, State, Any, Tensor], State],
+) -> Iterator[None]:
+    """While open, a stack and its mixers run these in the place of their methods, or of what had replaced those."""
+    before: list[tuple[nn.Module, str, Any]] = []
 
     def patch(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        before.append((module, name, vars(module).get(name)))
         setattr(module, name, function)  # an instance attribute: it hides the method until it is deleted
-        patched.append((module, name))
 
     try:
         patch(stack, "begin", begin)
         for mixer in stack.all_mixers():
             patch(mixer, "read", lambda state, m=mixer: read(m, state))
             patch(mixer, "write", lambda state, c, y, m=mixer: write(m, state, c, y))
-        yield record
+        yield
     finally:
-        for module, name in patched:
-            delattr(module, name)
+        for module, name, function in reversed(before):
+            delattr(module, name) if function is None else setattr(module, name, function)
 
 
 @contextmanager
@@ -88,7 +108,7 @@ def recording_values(model: nn.Module) -> Iterator[list[tuple[KVMixer, Any, Tens
     def recording_coeff(mixer: KVMixer) -> Callable[[Tensor, Tensor, State], Any]:
         def coeff(q: Tensor, k: Tensor, kv: State) -> Any:
             c = type(mixer).coeff(mixer, q, k, kv)
-            layers.append((mixer, copy_coefficients(c), k))
+            layers.append((mixer, copy_coefficients(c), k.detach()))
             return c
 
         return coeff

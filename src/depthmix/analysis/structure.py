@@ -1,11 +1,11 @@
-"""The structure of a depth mixing matrix: semiseparable rank, effective rank, sinks, row sums.
+"""The structure of a depth mixing matrix: semiseparable rank, effective rank, row sums; and of weights: sinks, entropy.
 
 Axes: M is [..., L+1, L+1], lower triangular with its diagonal; leading axes are tokens, heads or channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -62,14 +62,40 @@ def row_sums(M: Tensor) -> Tensor:
     return M.sum(-1)
 
 
-def sinks(M: Tensor) -> Tensor:
-    """[..., L+1]: the share of all later reading that each source draws.
+def shares(weights: Tensor) -> Tensor:
+    """|weights| with each row normalised to 1; a row of zeros stays one."""
+    check_floating(weights)
+    size = weights.abs()
+    return size / size.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def sinks(M: Tensor, reads: Sequence[Sequence[int]] | None = None) -> Tensor:
+    """[..., C]: the share of all later reading that each source draws.
 
     For each row |M| is normalised to 1; a source's share is its mean over the rows that can read it. Uniform reading
-    gives a falling curve, a sink stands out of it.
+    gives a falling curve, a sink stands out of it. `M` can also be weights [..., L+1, C] over C sources; `reads` then
+    says which of them each row reads.
     """
-    check_floating(M)
-    weight = M.abs()
-    share = weight / weight.sum(-1, keepdim=True).clamp(min=torch.finfo(M.dtype).tiny)
-    readers = torch.arange(M.shape[-1], 0, -1, dtype=M.dtype, device=M.device)
-    return share.sum(-2) / readers
+    share = shares(M)
+    columns = range(M.shape[-1])
+    counts = [len(columns) - i if reads is None else sum(i in row for row in reads) for i in columns]
+    return share.sum(-2) / torch.tensor(counts, dtype=M.dtype, device=M.device).clamp(min=1)
+
+
+def row_entropy(weights: Tensor) -> Tensor:
+    """[..., L+1]: the entropy of each row of |weights|, normalised; at most ln n for a row of n sources."""
+    return torch.special.entr(shares(weights)).sum(-1)
+
+
+def locality(weights: Tensor, reads: Sequence[Sequence[int]] | None = None) -> Tensor:
+    """[..., L+1]: each row's share on its newest source, the last that it reads (in M the diagonal)."""
+    newest = [row if reads is None else (reads[row] or [0])[-1] for row in range(weights.shape[-2])]
+    index = torch.tensor(newest, device=weights.device).unsqueeze(-1).expand(*weights.shape[:-1], 1)
+    return shares(weights).gather(-1, index).squeeze(-1)
+
+
+def token_deviation(weights: Tensor, tokens: int) -> Tensor:
+    """Standard deviation over tokens, the first `tokens` axes, of each share: the other axes stay."""
+    share = shares(weights)
+    share = share.flatten(0, tokens - 1) if tokens else share.unsqueeze(0)
+    return (share - share.mean(0)).square().mean(0).sqrt()

@@ -1,9 +1,9 @@
 """Read the depth mixing matrix off a running model.
 
-The coefficients of a real forward pass are recorded; the linear maps are then replayed on one-hot sources. The source
-axis is put in front of all others, so that a mechanism's own code serves unchanged.
+The coefficients of a real forward pass are recorded; the linear maps are then replayed on one-hot sources.
 
-Axes: ... token, D channel, G group of channels with weights of their own (1, heads or D), L sublayers, i source.
+Axes: ... token, D channel, G group of channels with weights of their own (1, heads or D), L sublayers, H head of the
+weights, C source that a mechanism names.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,16 +20,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from depthmix import ops
-from depthmix.analysis.recording import Record, copy_coefficients, recording, recording_values
-from depthmix.analysis.structure import effective_rank, row_sums, semiseparable_rank, sinks
-from depthmix.mechanisms import DepthStack, KVMixer, State
+from depthmix.analysis.recording import Record, recording, recording_values
+from depthmix.analysis.replay import mixing_matrix, operator_parts, value_matrix, weights_over_sources
+from depthmix.analysis.structure import (
+    effective_rank,
+    locality,
+    row_entropy,
+    row_sums,
+    semiseparable_rank,
+    sinks,
+    token_deviation,
+)
+from depthmix.mechanisms import DepthStack
 from depthmix.support.files import read_tensors, replacing
 
 TraceKind = Literal["scalar", "head", "channel", "operator"]
-TENSORS = ("M", "sources", "inputs", "parts", "values")
-OPTIONAL = {"parts", "values"}
+TENSORS = ("M", "sources", "inputs")
+OPTIONAL_TENSORS = ("parts", "values", "weights")
 METADATA = ("kind", "mechanism", "options", "channels")
+OPTIONAL_METADATA = ("source_names", "reads", "partial")  # not in files of 0.1.0
 SUMMARY = {
     "scalar": "weight of each source",
     "head": "weight of each source, by head",
@@ -48,6 +58,12 @@ class Trace:
     inputs: h_1 … h_{L+1} as [L+1, ..., D].
     values: [B, T, K, N, N] where attention mixes values over depth: for each token and key-value head, how much of the
         raw value of each of N attention layers (column) is in the value that a layer caches (row).
+    weights: α as [..., L+1, C] over C sources, with heads [..., H, L+1, C], 0 where a row does not read; None where the
+        mechanism does not weight a list of sources. A block of Block AttnRes is one source here; in M every output of
+        the block has its weight.
+    source_names: of the C columns of `weights`.
+    reads: the columns of `weights` that each row reads, the newest last; empty where a row has no weights.
+    partial: for each row, whether its newest source is still growing: the running sum of a block.
     coefficients: what each site computed, as its mechanism returns it. Not saved.
     """
 
@@ -60,6 +76,10 @@ class Trace:
     channels: list[int] | None = None
     parts: Tensor | None = None  # contributions of an operator-valued mechanism [row, source, ..., D]
     values: Tensor | None = None
+    weights: Tensor | None = None
+    source_names: list[str] = field(default_factory=list)
+    reads: list[list[int]] = field(default_factory=list)
+    partial: list[bool] = field(default_factory=list)
     coefficients: list[Any] = field(default_factory=list)
 
     def __repr__(self) -> str:
@@ -97,16 +117,45 @@ class Trace:
     def row_sums(self) -> Tensor:
         return row_sums(self.M)
 
+    # The following are taken from the weights over sources where the mechanism has them, from M otherwise.
+
+    @property
+    def shares_of(self) -> Literal["weights", "M"]:
+        """What `sinks`, `entropy`, `locality` and `spread` are taken from."""
+        return "M" if self.weights is None else "weights"
+
+    @property
+    def shares_read(self) -> tuple[Tensor, list[list[int]] | None]:
+        """That tensor, and which of its columns each row reads (None: all up to the diagonal)."""
+        return (self.M, None) if self.weights is None else (self.weights, self.reads)
+
     def sinks(self) -> Tensor:
-        return sinks(self.M)
+        """[..., C] or [..., L+1]: the share of all later reading that each source draws."""
+        return sinks(*self.shares_read)
+
+    def entropy(self) -> Tensor:
+        """[..., L+1]: the entropy of each row's shares; 0 for a row that has no weights."""
+        return row_entropy(self.shares_read[0])
+
+    def locality(self) -> Tensor:
+        """[..., L+1]: each row's share on its newest source."""
+        return locality(*self.shares_read)
+
+    def deviation(self) -> Tensor:
+        """[(H,) L+1, C] or [(G,) L+1, L+1]: standard deviation over tokens of each share."""
+        return token_deviation(self.shares_read[0], self.sources.dim() - 2)
+
+    def spread(self) -> Tensor:
+        """[(H,) L+1]: how far the shares of tokens lie from their mean: the root of the summed variances of a row."""
+        return self.deviation().square().sum(-1).sqrt()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file; an older one at `path` stays intact until the new one is complete."""
         from safetensors.torch import save_file
 
         target = Path(path)
-        tensors = {name: t for name in TENSORS if (t := getattr(self, name)) is not None}
-        fields = json.dumps({name: getattr(self, name) for name in METADATA})
+        tensors = {name: t for name in TENSORS + OPTIONAL_TENSORS if (t := getattr(self, name)) is not None}
+        fields = json.dumps({name: getattr(self, name) for name in METADATA + OPTIONAL_METADATA})
         with replacing(target) as part:
             save_file({k: t.contiguous() for k, t in tensors.items()}, part, {"depthmix.trace": fields})
 
@@ -119,40 +168,11 @@ class Trace:
             fields = json.loads(metadata.get("depthmix.trace", "null"))
         except json.JSONDecodeError:
             fields = None
-        complete = isinstance(fields, dict) and set(fields) == set(METADATA) and fields["kind"] in SUMMARY
-        if not complete or not set(TENSORS) - OPTIONAL <= set(tensors) <= set(TENSORS):
+        known = isinstance(fields, dict) and set(METADATA) <= set(fields) <= {*METADATA, *OPTIONAL_METADATA}
+        complete = known and set(TENSORS) <= set(tensors) <= {*TENSORS, *OPTIONAL_TENSORS}
+        if not complete or fields["kind"] not in SUMMARY:
             raise ValueError(f"{path} is a safetensors file but no trace; expected one that Trace.save wrote")
         return cls(**tensors, **fields)
-
-
-def value_matrix(layers: Sequence[tuple[KVMixer, Any, Tensor]]) -> Tensor | None:
-    """[B, T, K, N, N] by replaying the mixers on one-hot values; None where no attention mixes values."""
-    if not layers:
-        return None
-    n, k = len(layers), layers[0][2]
-    kv, rows = layers[0][0].begin(), []
-    for i, (mixer, c, _) in enumerate(layers):
-        v = ops.wide(k).new_zeros((n, *k.shape[:-1], 1))  # [source, B, K, T, 1]
-        v[i] = 1
-        mixed = mixer.combine(v, kv, c)
-        kv = mixer.update(k, v, mixed, kv)
-        rows.append(mixed.squeeze(-1))
-    return torch.stack(rows).permute(2, 4, 3, 0, 1)  # [B, T, K, row, source]
-
-
-def replay(
-    stack: DepthStack, coefficients: Sequence[Any], sources: Sequence[Tensor]
-) -> tuple[list[Tensor], list[State]]:
-    """Rows and states that the linear maps give for other sources, under recorded coefficients."""
-    assert stack.out is not None
-    state = next(iter(stack)).begin(sources[0])
-    rows, states = [], [state]
-    for mixer, c, source in zip(stack, coefficients[:-1], sources[1:], strict=True):
-        rows.append(mixer.combine(state, c))
-        state = mixer.update(state, c, source)
-        states.append(state)
-    rows.append(stack.out.combine(state, coefficients[-1]))
-    return rows, states
 
 
 @torch.no_grad()
@@ -178,17 +198,30 @@ def trace(
         raise TypeError(f"trace got a {type(model).__name__}; expected an nn.Module that runs a DepthStack")
     if sublayers is not None and not isinstance(model, DepthStack):
         raise ValueError(f"sublayers given with a {type(model).__name__}; expected them with a bare DepthStack only")
-    stack = model if isinstance(model, DepthStack) else find_stack(model)
-    with recording(stack) as record, recording_values(model) as layers:
+    with tracing(model) as traced:
         if isinstance(model, DepthStack):
             if sublayers is None or inputs:
                 raise ValueError("a bare DepthStack has no sublayers; expected trace(stack, x, sublayers)")
             model(x, sublayers)
         else:
             model(x, **inputs)
-    traced = assemble(stack, record, channels)
-    traced.values = value_matrix(layers)
-    return traced
+    return traced(channels)
+
+
+@contextmanager
+def tracing(model: nn.Module) -> Iterator[Callable[[Sequence[int] | None], Trace]]:
+    """While open, one forward pass of `model` is recorded, with its graph if there is one. What is yielded makes its
+    trace afterwards, from the channels of M to keep (None: all)."""
+    stack = model if isinstance(model, DepthStack) else find_stack(model)
+
+    @torch.no_grad()
+    def make(channels: Sequence[int] | None = None) -> Trace:
+        traced = assemble(stack, record, channels)
+        traced.values = value_matrix(layers)
+        return traced
+
+    with recording(stack) as record, recording_values(model) as layers:
+        yield make
 
 
 def find_stack(model: nn.Module) -> DepthStack:
@@ -203,7 +236,7 @@ def assemble(stack: DepthStack, record: Record, channels: Sequence[int] | None) 
     missing = [i for i in range(stack.depth + 1) if i not in record.inputs]
     if record.embedding is None or missing:
         raise ValueError(f"sites {missing} of {stack.name} were not read; expected a forward pass through all of them")
-    coefficients = [copy_coefficients(record.coefficients[i]) for i in range(stack.depth + 1)]
+    coefficients = [record.coefficients[i] for i in range(stack.depth + 1)]
     mixer = next(iter(stack))
     if mixer.operator_valued:
         kind: TraceKind = "operator"
@@ -212,6 +245,8 @@ def assemble(stack: DepthStack, record: Record, channels: Sequence[int] | None) 
     else:
         kind = "scalar" if mixer.groups == 1 else "channel" if mixer.groups == stack.dim else "head"
         parts, M = None, mixing_matrix(stack, coefficients, record.embedding, mixer.groups, channels)
+    sources = weights_over_sources(stack, coefficients, record.embedding)
+    named = {} if sources is None else sources._asdict()
     return Trace(
         M=M,
         sources=torch.stack([record.embedding, *(record.outputs[i] for i in range(stack.depth))]),
@@ -222,37 +257,5 @@ def assemble(stack: DepthStack, record: Record, channels: Sequence[int] | None) 
         channels=None if channels is None or kind != "channel" else list(channels),
         parts=parts,
         coefficients=coefficients,
+        **named,
     )
-
-
-def mixing_matrix(
-    stack: DepthStack, coefficients: Sequence[Any], x: Tensor, groups: int, channels: Sequence[int] | None
-) -> Tensor:
-    if channels is not None and not all(isinstance(k, int) and -stack.dim <= k < stack.dim for k in channels):
-        raise ValueError(f"channels={list(channels)}; expected indices below the width, dim={stack.dim}")
-    n = stack.depth + 1
-    zero = x.new_zeros((n, *x.shape[:-1], groups), dtype=ops.accumulator(x.dtype))
-    one_hot = [zero.index_fill(0, torch.tensor([i], device=x.device), 1) for i in range(n)]
-    rows, _ = replay(stack, coefficients, one_hot)  # each [i, ..., G]
-    if channels is not None and groups == stack.dim:
-        rows = [row[..., list(channels)] for row in rows]
-    M = torch.stack(rows).movedim((0, 1), (-2, -1))  # [..., G, row, i]
-    return M.squeeze(-3) if groups == 1 else M
-
-
-def operator_parts(stack: DepthStack, coefficients: Sequence[Any], written: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Contributions [row, i, ..., D] of the real writes, and their gains [..., row, i]."""
-    n = stack.depth + 1
-    isolated = []  # each write, with the others zero
-    for i, v in enumerate(written):
-        wide = ops.wide(v)
-        isolated.append(torch.stack([wide if j == i else torch.zeros_like(wide) for j in range(n)]))
-    rows, states = replay(stack, coefficients, isolated)
-    streams = [s[0].flatten(-2) for s in states]  # [i, ..., M·D] before each row
-    first = torch.stack([streams[i][i] for i in range(n)])  # each write as it entered
-    tiny = torch.finfo(first.dtype).tiny
-    direction = first / first.abs().amax(-1, keepdim=True).clamp(min=tiny)  # nothing of the writes' size is squared
-    scale = (first * direction).sum(-1).clamp(min=tiny)
-    gain = torch.stack([(s * direction).sum(-1) / scale for s in streams])  # [row, i, ...]
-    causal = torch.ones(n, n, device=gain.device).tril().view(n, n, *[1] * (gain.dim() - 2))
-    return torch.stack(rows), (gain * causal.to(gain.dtype)).movedim((0, 1), (-2, -1))

@@ -3,7 +3,18 @@
 from importlib import import_module
 from types import ModuleType
 
-from depthmix.mechanisms.base import DepthMixer, Facts, KVFacts, KVMixer, MixerConfig, Site, State, StateSpec, option
+from depthmix.mechanisms.base import (
+    DepthMixer,
+    Facts,
+    KVFacts,
+    KVMixer,
+    MixerConfig,
+    Site,
+    SourceWeights,
+    State,
+    StateSpec,
+    option,
+)
 from depthmix.mechanisms.kv_stack import KVStack
 from depthmix.mechanisms.make import make_config
 from depthmix.mechanisms.optimiser_groups import param_groups
@@ -21,6 +32,7 @@ __all__ = [
     "MixerConfig",
     "PluginError",
     "Site",
+    "SourceWeights",
     "State",
     "StateSpec",
     "is_kv",

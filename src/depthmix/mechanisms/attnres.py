@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from depthmix.mechanisms.base import Coeff, Facts, Site, State, StateSpec, option, rank_cap
+from depthmix.mechanisms.base import Coeff, Facts, Site, State, StateSpec, option, output_names, rank_cap
 from depthmix.mechanisms.source_attention import SourceAttentionConfig, check_count, options_of_family
 from depthmix.mechanisms.two_phase import TwoPhaseAttention
 from depthmix.support.checks import check_range
@@ -129,6 +129,10 @@ class AttnRes(TwoPhaseAttention):
 
     def update(self, state: State, c: Coeff, v: Tensor) -> State:
         return (*state[:1], *(*state[1:], v)[-self.kept :])  # (5)
+
+    def source_names(self) -> tuple[str, ...]:
+        newest = self.site.index
+        return output_names(newest + 2 - self.config.sources(newest), newest)
 
 
 def two_phase_traffic(depth: int, group: int) -> tuple[float, float]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from depthmix.mechanisms import state as state_checks
 from depthmix.mechanisms.options import Facts, KVFacts, MixerConfig, PreNorm, option, rank_cap
-from depthmix.mechanisms.state import Coeff, Kind, Site, State, StateSpec
+from depthmix.mechanisms.state import Coeff, Kind, Site, SourceWeights, State, StateSpec, output_names
 
 __all__ = [  # all that the file of a mechanism needs
     "Coeff",
@@ -39,9 +39,11 @@ __all__ = [  # all that the file of a mechanism needs
     "MixerConfig",
     "PreNorm",
     "Site",
+    "SourceWeights",
     "State",
     "StateSpec",
     "option",
+    "output_names",
     "rank_cap",
 ]
 
@@ -123,6 +125,16 @@ class DepthMixer(nn.Module):
     def groups(self) -> int:
         """In how many groups of channels M differs: 1, the number of heads, or the width."""
         return 1
+
+    # What a mechanism says of a pass, for traces and diagnostics.
+
+    def source_weights(self, c: Coeff) -> SourceWeights | None:
+        """The weights of this read where it weights a list of sources; None where it does not."""
+        return None
+
+    def streams(self, state: State) -> State:
+        """What a state holds that is made of outputs, each [..., D] or [..., M, D]; by default all of width D."""
+        return tuple(tensor for tensor in state if tensor.shape[-1] == self.site.dim)
 
     # What a model calls.
 

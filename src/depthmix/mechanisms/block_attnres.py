@@ -125,6 +125,7 @@ class BlockAttnRes(TwoPhaseAttention):
     def __init__(self, site: Site, config: BlockAttnResConfig) -> None:
         super().__init__(site, config)
         self.opens_block = site.index % config.size(site.depth) == 0
+        self.reads_partial = not self.opens_block
 
     @classmethod
     def group_size(cls, config: Any, depth: int) -> int:
@@ -144,6 +145,9 @@ class BlockAttnRes(TwoPhaseAttention):
         if self.opens_block:
             return (*state, v)  # (5)
         return (*state[:-1], state[-1] + v)  # (6)
+
+    def source_names(self) -> tuple[str, ...]:
+        return ("embedding", *(f"block {n}" for n in range(1, self.expects.essential)))
 
 
 def source_count(size: int, index: int) -> int:

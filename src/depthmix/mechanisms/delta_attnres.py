@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from depthmix import ops
-from depthmix.mechanisms.base import Coeff, Facts, Site, State, StateSpec, rank_cap
+from depthmix.mechanisms.base import Coeff, Facts, Site, SourceWeights, State, StateSpec, output_names, rank_cap
 from depthmix.mechanisms.source_attention import SourceAttention, SourceAttentionConfig, options_of_family
 
 
@@ -81,6 +81,12 @@ class DeltaAttnRes(SourceAttention):
 
     def update(self, state: State, c: Coeff, v: Tensor) -> State:
         return (*state, v)  # (5)
+
+    def source_weights(self, c: Coeff) -> SourceWeights | None:
+        return None if c is None else SourceWeights(c - 1, output_names(1, self.site.index))
+
+    def streams(self, state: State) -> State:
+        return (ops.weighted_sum(state, [None] * len(state)),)
 
     def read(self, state: State) -> tuple[Tensor, Any]:
         if not self.carries:

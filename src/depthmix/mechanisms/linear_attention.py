@@ -217,3 +217,6 @@ class LinearAttention(DepthMixer):
         """The state once the embedding has its key: nothing is there yet to decay or to erase."""
         rows = (written.gain.unsqueeze(-1) * x.unsqueeze(-2)).to(x.dtype)
         return (rows, written.gain.to(x.dtype)) if self.config.normalize else (rows,)
+
+    def streams(self, state: State) -> State:
+        return state[:1]  # without z

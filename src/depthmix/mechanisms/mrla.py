@@ -14,7 +14,19 @@ from torch import Tensor, nn
 
 from depthmix import ops
 from depthmix.mechanisms import arithmetic
-from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site, State, StateSpec, option, rank_cap
+from depthmix.mechanisms.base import (
+    Coeff,
+    DepthMixer,
+    Facts,
+    MixerConfig,
+    Site,
+    SourceWeights,
+    State,
+    StateSpec,
+    option,
+    output_names,
+    rank_cap,
+)
 from depthmix.support.checks import check_divides, check_positive
 
 
@@ -247,3 +259,9 @@ class BaseLayerAttention(LayerAttention):
     def update(self, state: State, c: Coeff, v: Tensor) -> State:
         known = state if c.embedding is None else (state[0], c.embedding.to(v.dtype))
         return (*known, v, c.key.to(v.dtype))
+
+    def source_weights(self, c: Coeff) -> SourceWeights | None:
+        return None if c.weights is None else SourceWeights(c.weights, output_names(1, self.site.index))
+
+    def streams(self, state: State) -> State:
+        return state[::2]  # without the keys

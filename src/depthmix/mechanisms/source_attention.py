@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from depthmix import ops
 from depthmix.mechanisms import arithmetic
-from depthmix.mechanisms.base import Coeff, DepthMixer, MixerConfig, PreNorm, Site, State, option
+from depthmix.mechanisms.base import Coeff, DepthMixer, MixerConfig, PreNorm, Site, SourceWeights, State, option
 from depthmix.support.checks import check_divides, check_positive
 
 
@@ -130,6 +130,7 @@ class SourceAttention(DepthMixer):
     query_proj: Tensor | None
     key_weight: Tensor | None
     logits: Tensor | None
+    reads_partial = False  # whether the newest source is still growing
 
     @classmethod
     def attends(cls, site: Site) -> bool:
@@ -184,3 +185,15 @@ class SourceAttention(DepthMixer):
 
     def combine(self, state: State, c: Coeff) -> Tensor:
         return state[0] if c is None else ops.weighted_mixture(state, c)  # (4)
+
+    def source_names(self) -> tuple[str, ...]:
+        """Of the sources that this site reads, oldest first; none where a subclass does not name them."""
+        return ()
+
+    def source_weights(self, c: Coeff) -> SourceWeights | None:
+        """α as (3) has it, without the factor of `scale_by_count`; sigmoids do not sum to 1."""
+        names = self.source_names()
+        if not names:
+            return None
+        weights = torch.ones(()) if c is None else c / len(names) if self.config.counts_sources else c
+        return SourceWeights(weights, names, self.reads_partial)

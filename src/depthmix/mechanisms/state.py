@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -64,6 +64,24 @@ def state_widths(specs: Iterable[StateSpec], width: int) -> tuple[float, float]:
     sizes = [(spec.nbytes(float32, essential=True), spec.nbytes(float32)) for spec in specs]
     at_cut, in_read = (max(column) / (width * float32.itemsize) for column in zip(*sizes, strict=True))
     return at_cut, in_read
+
+
+class SourceWeights(NamedTuple):
+    """How one read weights a list of sources: what a mechanism says of itself, for traces.
+
+    weights: α [..., H, S] of H groups of channels, in the order of the names; whatever broadcasts to it will do.
+    names: of the sources, oldest first; a source has one name in all rows: "embedding", "output 3", "block 2".
+    partial: whether the last source is still growing (the running sum of a block).
+    """
+
+    weights: Tensor
+    names: tuple[str, ...]
+    partial: bool = False
+
+
+def output_names(first: int, last: int) -> tuple[str, ...]:
+    """The embedding and the outputs of sublayers `first` to `last`, counted from 1."""
+    return ("embedding", *(f"output {i}" for i in range(first, last + 1)))
 
 
 def check_state(site: Site, expects: StateSpec, state: State) -> None:

@@ -14,6 +14,7 @@ from depthmix.mechanisms import kv_mechanism, mechanism
 from depthmix.models import count_parameters
 from depthmix.support.checks import split_pair
 from depthmix.training import TrainConfig, flops_per_token, override
+from depthmix.training.diagnostics import least_interval
 from depthmix.training.dial import learning_rate
 from depthmix.training.overrides import check_excluding
 
@@ -223,6 +224,7 @@ def with_tokens(config: TrainConfig, tokens: float, settings: Mapping[str, str])
         raise ValueError(f"{tokens:g} tokens for a run; expected a number above 0")
     steps = max(1, round(tokens / config.tokens_per_step))
     every = {name: max(1, steps // count) for name, count in TIMES_PER_RUN.items()} | FILES_KEPT
+    every["depth_every"] = max(every["depth_every"], least_interval(config.tokens_per_step))
     return with_changes(config, steps=steps, **{k: v for k, v in every.items() if f"run.{k}" not in settings})
 
 

@@ -38,6 +38,7 @@ class Run:
     parameters: int
     lr: float
     folder: str = ""
+    depth: Mapping[str, Any] = field(default_factory=dict)  # the last recording over depth, as the metrics hold it
 
     @property
     def final(self) -> float:
@@ -56,7 +57,8 @@ def read_run(folder: Path, *, arm: str, seed: int, lr: float) -> Run:
     format_of(result, folder / "result.json")
     check_numbers(folder / "result.json", result, costs, above_zero=True)
     path = folder / "metrics.jsonl"
-    lines = [line for line in read_lines(path, AGAIN) if line.get("kind") == "validation"]
+    recorded = read_lines(path, AGAIN)
+    lines = [line for line in recorded if line.get("kind") == "validation"]
     for line in lines:
         if missing := [name for name in ("tokens", "seconds", "loss") if name not in line]:
             raise ValueError(f"{path} is damaged: a validation lacks {', '.join(missing)}. {AGAIN}")
@@ -76,6 +78,7 @@ def read_run(folder: Path, *, arm: str, seed: int, lr: float) -> Run:
         parameters=int(result["parameters"]),
         lr=lr,
         folder=str(folder),
+        depth=next((line for line in reversed(recorded) if line.get("kind") == "depth"), {}),
     )
 
 

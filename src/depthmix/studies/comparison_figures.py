@@ -8,6 +8,7 @@ from typing import Any
 
 from depthmix.analysis.figures import new_figure, save
 from depthmix.studies.comparison import Axis, Comparison, Row, Run
+from depthmix.studies.depth import CURVES, curve
 from depthmix.studies.statistics import Estimate, estimate, interpolate
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # told apart by everyone
@@ -30,6 +31,7 @@ def draw_comparison(comparison: Comparison, sweeps: Sweeps, folder: Path) -> dic
         "seconds": draw_curves(comparison, "seconds"),
         "differences": draw_differences(comparison),
         "learning_rates": draw_sweeps(sweeps),
+        "depth": draw_depth(comparison),
     }
     drawn = {}
     for name, figure in figures.items():
@@ -157,6 +159,29 @@ def draw_differences(comparison: Comparison) -> Any:
     axis.set_xlabel(f"difference of the final validation loss (left is better; {note}; ticks: seeds)", fontsize=9)
     axis.grid(axis="x", color="0.92")
     axis.set_axisbelow(True)
+    return figure
+
+
+def draw_depth(comparison: Comparison) -> Any:
+    """What the last recording says of each sublayer, the mean over seeds: a panel for each curve."""
+    curves = {name: {arm: curve([*comparison.of(arm).values()], name) for arm in comparison.arms} for name in CURVES}
+    curves = {name: arms for name, arms in curves.items() if any(arms.values())}
+    if not curves:
+        return None
+    figure = new_figure()
+    figure.set_size_inches(8, 2.4 * -(-len(curves) // 2))
+    panels = figure.subplots(-(-len(curves) // 2), min(2, len(curves)), sharex=True, squeeze=False)
+    for panel, (name, arms) in zip(panels.flat, curves.items(), strict=False):
+        for k, (arm, values) in enumerate(arms.items()):
+            panel.plot(range(1, len(values) + 1), values, linewidth=1.3, label=arm, **style(k))
+        panel.set_yscale("log")
+        panel.set_title(name, fontsize=9)
+        panel.grid(color="0.92")
+        panel.set_axisbelow(True)
+    for panel in panels[-1]:
+        panel.set_xlabel("sublayer", fontsize=8)
+    handles = panels.flat[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure
 
 

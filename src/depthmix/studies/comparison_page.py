@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from depthmix.studies import depth
 from depthmix.studies.comparison import AXES, MARGIN, SPREAD, Axis, Comparison, Crossing, Row
 from depthmix.studies.comparison_figures import Sweeps
 from depthmix.studies.page import Provenance, edge_notes, figure_lines, markdown_table, provenance_lines, sweep_table
@@ -31,6 +32,9 @@ def render(
             *markdown_table(SPEED_HEADINGS, [speed_cells(row) for row in comparison.rows]),
         ]
         lines += ["", SPEED_NOTE, *unknown_lines(comparison.rows)]
+    if any(run.depth for run in comparison.runs):
+        lines += ["", "## Over depth", "", *markdown_table(depth.HEADINGS, depth.depth_cells(comparison))]
+        lines += ["", depth.NOTE, *figure_lines(figures, "depth", page_folder)]
     if sweeps:
         lines += ["", "## Learning rates", "", *sweep_table(sweeps), *edge_notes(sweeps)]
         lines += figure_lines(figures, "learning_rates", page_folder)

@@ -21,6 +21,7 @@ CAPTIONS = {
     "seconds": "Loss against wall-clock",
     "differences": "Paired differences of the final loss",
     "learning_rates": "Learning rates",
+    "depth": "Magnitudes over depth",
     "scaling": "Loss against compute",
 }
 

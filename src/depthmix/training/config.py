@@ -110,8 +110,8 @@ class RunConfig:
     checkpoint_every: int = 100
     keep: int = 3
     asynchronous: bool = False
-    snapshot_every: int = 500  # M, averaged over a fixed batch
-    depth_every: int = 100  # norms over depth, on the same batch
+    snapshot_every: int = 500  # M and weights over sources, averaged over a fixed batch
+    depth_every: int = 100  # magnitudes over depth and what layers read, on the same batch
     on_bad_loss: Literal["stop", "skip"] = "stop"
     bad_loss_factor: float = 3.0  # a loss above so many times the running median is bad
     tracker: Literal["none", "tensorboard", "trackio"] = "none"

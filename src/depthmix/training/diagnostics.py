@@ -1,72 +1,59 @@
-"""What a model does on a fixed batch: norms over depth, the mixing matrix, the layer with the largest output.
+"""What a model does on a fixed batch: magnitudes over depth, what its layers read, the layer with the largest output.
 
-Axes: B batch, T token, D channel, L executions of sublayers, N attention layers.
+Axes: B batch, T token, D channel, L executions of sublayers, N attention layers, C source that a mechanism names.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from depthmix.analysis import trace
+from depthmix.analysis import Magnitudes, Trace, effective_rank, measuring, tracing
 from depthmix.models import Decoder, DecoderConfig
 from depthmix.support.files import replacing
 from depthmix.training import ranks
 from depthmix.training.build import disk_errors
 
+PROBE = (2, 64)  # rows and tokens of the fixed batch
+SPACING = 400  # trained tokens for each token of the fixed batch: with so many, recording takes below 1 % of the work
 CHANNELS = 8  # how many are traced of a mechanism whose weights differ by channel
+RANKED = 8  # matrices whose effective rank is measured
+
+
+def least_interval(tokens_per_step: int) -> int:
+    """Steps between two recordings that keep these below 1 % of the work. By count, not by the clock: a run that is
+    resumed, or repeated on another machine, records at the same steps."""
+    return max(1, math.ceil(SPACING * math.prod(PROBE) / tokens_per_step))
 
 
 @contextmanager
 def evaluation_mode(model: Decoder) -> Iterator[None]:
-    """While open, experts do not count tokens."""
-    training = model.training
+    """While open, experts do not count tokens, and no sublayer is run again in the backward pass."""
+    training, every = model.training, model.checkpoint_every
     model.eval()
+    model.checkpoint_every = None
     try:
         yield
     finally:
         model.train(training)
+        model.checkpoint_every = every
 
 
-@contextmanager
-def recorded_norms(model: Decoder) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """While open, the norms of the sublayers' outputs as they run, and those of their gradients."""
-    outputs: list[Tensor] = []
-    gradients: list[Tensor] = []
-
-    def record(module: nn.Module, inputs: Any, returned: tuple[Tensor, Any]) -> None:
-        y = returned[0]
-        outputs.append(rms_over_tokens(y))
-        if y.requires_grad:
-            y.register_hook(lambda g: gradients.append(rms_over_tokens(g)))
-
-    handles = [sublayer.register_forward_hook(record) for sublayer in model.sublayers]
+def measure(model: Decoder, loss: Callable[[], Tensor]) -> tuple[Magnitudes, Trace]:
+    """One forward and backward pass of a loss that trains nothing: all that the diagnostics need."""
     try:
-        yield outputs, gradients
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def rms_over_tokens(x: Tensor) -> Tensor:
-    """The root of the mean over tokens of the squared norm."""
-    return x.detach().float().norm() / x[..., 0].numel() ** 0.5
-
-
-def depth_norms(model: Decoder, loss: Callable[[], Tensor]) -> tuple[list[float], list[float]]:
-    """Norms of every execution's output and of its gradient, on a batch that trains nothing."""
-    try:
-        with evaluation_mode(model), recorded_norms(model) as (outputs, gradients):
+        with evaluation_mode(model), tracing(model) as make_trace, measuring(model.depth) as magnitudes:
             loss().backward()
     finally:
         model.zero_grad(set_to_none=True)
-    return torch.stack(outputs).double().tolist(), torch.stack(gradients[::-1]).double().tolist()
+    return magnitudes, make_trace(range(0, model.config.dim, max(1, model.config.dim // CHANNELS)))
 
 
 @torch.no_grad()
@@ -75,34 +62,54 @@ def query_norms(model: Decoder) -> list[float] | None:
     return [float(ranks.full_tensor(q).float().norm()) for q in queries if isinstance(q, Tensor)] or None
 
 
-def measure_mixing(model: Decoder, tokens: Tensor) -> dict[str, Tensor]:
-    """M [L+1, L+1] averaged over tokens, heads and channels; the entropy of each row of it, token by token and then
-    averaged; and the value matrix [N, N] where attention mixes values."""
-    stride = max(1, model.config.dim // CHANNELS)
-    with evaluation_mode(model):
-        traced = trace(model, tokens, channels=range(0, model.config.dim, stride))
-    M = traced.M.double()
-    share = M.abs() / M.abs().sum(-1, keepdim=True).clamp(min=1e-300)
-    entropy = -torch.special.xlogy(share, share).sum(-1)
-    mixing = {"M": M.flatten(0, -3).mean(0), "entropy": entropy.flatten(0, -2).mean(0)}
-    if traced.values is not None:
-        mixing["values"] = traced.values.double().flatten(0, -3).mean(0)
-    return mixing
+def reading(trace: Trace) -> dict[str, Any]:
+    """What rows read, averaged over tokens, heads and channels; a row that weights no sources has None."""
+    rows = {
+        "weight_entropy": trace.entropy(),
+        "locality": trace.locality(),
+        "embedding_share": trace.shares_read[0][..., 0],
+        "weight_spread": trace.spread(),
+    }
+    empty = [not row for row in trace.reads] or [False] * trace.M.shape[-1]
+    averages = {name: mean_over_tokens(values, 1).tolist() for name, values in rows.items()}
+    return {
+        "shares_of": trace.shares_of,
+        **{name: [None if e else x for e, x in zip(empty, xs, strict=True)] for name, xs in averages.items()},
+        "sinks": mean_over_tokens(trace.sinks(), 1).tolist(),
+        "effective_rank": None if trace.kind == "operator" else float(effective_rank(sample(trace.M)).mean()),
+    }
 
 
-def save_snapshot(path: Path, step: int, config: DecoderConfig, mixing: Mapping[str, Tensor]) -> None:
+def sample(M: Tensor) -> Tensor:
+    """A few of all matrices, evenly spaced over tokens, heads and channels: singular values take their time."""
+    every = M.flatten(0, -3)
+    return every[[(k + 1) * len(every) // (RANKED + 1) for k in range(RANKED)]]
+
+
+def mean_over_tokens(values: Tensor, kept: int) -> Tensor:
+    """Over all but the last `kept` axes."""
+    return values.double().reshape(-1, *values.shape[values.dim() - kept :]).mean(0)
+
+
+def save_snapshot(path: Path, step: int, config: DecoderConfig, trace: Trace) -> None:
+    """M and the weights over sources, averaged over tokens, heads and channels."""
     from safetensors.torch import save_file
 
-    metadata = {"step": str(step), "mixer": json.dumps(config.saved()["mixer"])}
+    tensors = {"M": trace.M, "weights": trace.weights, "deviation": trace.deviation(), "values": trace.values}
+    averages = {name: mean_over_tokens(t, 2) for name, t in tensors.items() if t is not None}
+    averages["entropy"] = mean_over_tokens(trace.entropy(), 1)
+    metadata = {"step": str(step), "mixer": json.dumps(config.saved()["mixer"]), "shares_of": trace.shares_of}
+    if trace.weights is not None:
+        metadata["sources"] = json.dumps({n: getattr(trace, n) for n in ("source_names", "reads", "partial")})
     with replacing(path) as part, disk_errors():
-        save_file({name: tensor.float().contiguous() for name, tensor in mixing.items()}, part, metadata)
+        save_file({name: tensor.float().contiguous() for name, tensor in averages.items()}, part, metadata)
 
 
 def largest_layer(model: Decoder, loss: Callable[[], Tensor]) -> str:
     """Where a bad loss comes from: the first sublayer whose output is not finite, else the one with the largest."""
-    with torch.no_grad(), recorded_norms(model) as (outputs, _):
+    with torch.no_grad(), measuring(model.depth) as magnitudes:
         loss()
-    norms = torch.stack(outputs).double()
+    norms = torch.stack(magnitudes.outputs).double()
     broken = (~norms.isfinite()).nonzero()
     index = int(broken[0]) if len(broken) else int(norms.argmax())
     layer, kind = model.config.layer_order[index // 2], ("attention", "MLP")[index % 2]

@@ -46,6 +46,8 @@ class Result:
     data_digest: str
     mixer: Mapping[str, Any] | None = None  # with every option; None in results of format 1
     kv_mixer: Mapping[str, Any] | None = None
+    processor_seconds: float | None = None  # of the whole run; None in results of 0.1.0
+    recording_seconds: float | None = None  # of it: diagnostics and snapshots
     format: int = 1
 
     def __post_init__(self) -> None:

@@ -17,7 +17,7 @@ from depthmix.data import Batches
 from depthmix.models import Decoder, count_parameters, update_balance
 from depthmix.support.checks import check_device
 from depthmix.support.files import FORMAT, seed_of
-from depthmix.training import ranks
+from depthmix.training import diagnostics, ranks
 from depthmix.training.bad_loss import WINDOW, check_loss, skip_or_stop
 from depthmix.training.build import check_apart, export, initial_model, open_corpus
 from depthmix.training.config import TrainConfig
@@ -29,8 +29,6 @@ from depthmix.training.resume import load_checkpoint, save_checkpoint, wait_for_
 from depthmix.training.run import Report, Run
 from depthmix.training.schedule import rate_factor
 from depthmix.training.validation import held_out, run_diagnostics, run_validation
-
-PROBE = (2, 128)  # rows and tokens of the fixed batch
 
 
 class Interrupted(RuntimeError):
@@ -84,7 +82,7 @@ def begin(config: TrainConfig, device: torch.device, report: Report) -> Run:
         rank=ranks.rank(),
         ranks=ranks.world_size(),
     )
-    probe = next(held_out(corpus, config))[: PROBE[0], : PROBE[1]].to(device)
+    probe = next(held_out(corpus, config))[: diagnostics.PROBE[0], : diagnostics.PROBE[1]].to(device)
     run = Run(config, corpus, device, model, Optimizers(model, config.optimizer), batches, probe, report)
     load_checkpoint(run)
     if ranks.rank() == 0:
@@ -102,6 +100,7 @@ def run_steps(run: Run) -> None:
             step(run)
             run_validation(run)
             run_diagnostics(run)
+            run.processor_seconds()  # for the checkpoint
             stop = bool(ranks.total(stop_requested()))
             if stop or run.is_due(config.checkpoint_every):
                 save_checkpoint(run)
@@ -187,5 +186,7 @@ def make_result(run: Run) -> Result:
         data_digest=run.corpus.digest,
         mixer=config.model.saved()["mixer"],
         kv_mixer=config.model.saved()["kv_mixer"],
+        processor_seconds=run.processor_seconds(),
+        recording_seconds=progress.recording_seconds,
         format=FORMAT,
     )

@@ -95,11 +95,18 @@ def make_tracker(name: str, folder: Path, step: int) -> tuple[Callable[[Mapping[
 
 def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for key, value in line.items():
-        if key in ("kind", "step", "problem") or value is None:
+        if key in ("kind", "step"):
             continue
-        parts = enumerate(value) if isinstance(value, list) else [(None, value)]
-        for i, part in parts:
-            yield f"{line['kind']}/{key}" + ("" if i is None else f"/{i}"), float(part)
+        yield from numbers_in(f"{line['kind']}/{key}", value)
+
+
+def numbers_in(key: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Every number of nested lists, by its path; words are left out."""
+    if isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from numbers_in(f"{key}/{i}", part)
+    elif value is not None and not isinstance(value, str):
+        yield key, float(value)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ class Progress:
     bad: int = 0  # bad ones in a row
     validation: dict[str, float] = field(default_factory=dict)
     memory: int = 0  # the most that any start has held
+    processor_seconds: float = 0.0  # of all work, over all starts and threads
+    recording_seconds: float = 0.0  # what the diagnostics and snapshots took of it
 
 
 @dataclass
@@ -50,6 +53,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.folder = Path(self.config.run.folder)
+        self.clock = time.process_time()
         self.flops = flops_per_token(self.config.model, self.config.data.tokens_per_row)
         self.loss: Callable[[Tensor], Tensor] = self.model.loss
         if self.config.run.compile:
@@ -59,6 +63,13 @@ class Run:
         """At each multiple of `every`, and after the last step."""
         done = self.progress.step
         return done == self.config.run.steps or (every > 0 and done % every == 0)
+
+    def processor_seconds(self) -> float:
+        """Processor time of this run up to now, over all starts, on all threads of this process."""
+        now = time.process_time()
+        self.progress.processor_seconds += now - self.clock
+        self.clock = now
+        return self.progress.processor_seconds
 
     def probe_loss(self) -> Tensor:
         with autocast(self.config.run.precision, self.device):

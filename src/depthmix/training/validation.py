@@ -50,15 +50,22 @@ def held_out(corpus: Corpus, config: TrainConfig) -> Iterator[Tensor]:
 
 
 def run_diagnostics(run: Run) -> None:
-    """Where they are due: log the norms over depth, save M; both on the fixed batch."""
+    """Where they are due: log magnitudes over depth and what layers read, save M and weights; on the fixed batch."""
     depth_due, snapshot_due = run.is_due(run.config.run.depth_every), run.is_due(run.config.run.snapshot_every)
     if not depth_due and not snapshot_due:
         return
-    mixing = diagnostics.measure_mixing(run.model, run.probe)
-    if depth_due:
-        outputs, gradients = diagnostics.depth_norms(run.model, run.probe_loss)
-        norms = {"output_norm": outputs, "gradient_norm": gradients, "query_norm": diagnostics.query_norms(run.model)}
-        run.log_metrics("depth", {**norms, "weight_entropy": mixing["entropy"].tolist()})
+    progress, started = run.progress, run.processor_seconds()
+    magnitudes, trace = diagnostics.measure(run.model, run.probe_loss)
     if snapshot_due and ranks.rank() == 0:
-        path = run.folder / "snapshots" / f"step-{run.progress.step:08d}.safetensors"
-        diagnostics.save_snapshot(path, run.progress.step, run.config.model, mixing)
+        path = run.folder / "snapshots" / f"step-{progress.step:08d}.safetensors"
+        diagnostics.save_snapshot(path, progress.step, run.config.model, trace)
+    if depth_due:
+        values = {
+            **magnitudes.to_dict(),
+            **diagnostics.reading(trace),
+            "query_norm": diagnostics.query_norms(run.model),
+        }
+        spent = progress.recording_seconds + run.processor_seconds() - started
+        costs = {"recording_seconds": spent, "processor_seconds": progress.processor_seconds}
+        run.log_metrics("depth", {**values, **costs})
+    progress.recording_seconds += run.processor_seconds() - started
