@@ -96,6 +96,25 @@ def import_package(module: str, needed_by: str, install: str) -> Any:
         ) from None
 
 
+def import_function(option: str, name: str, others: str = "") -> Any:
+    """The function behind `package.module:function`. Importing it runs the code of its module."""
+    module, sign, attribute = name.partition(":")
+    if not (module and sign and attribute):
+        raise ValueError(f"{option}={name!r}; expected {others}package.module:function, such as torch:exp")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"{option}={name!r} cannot be imported ({type(error).__name__}: {error}). Install its package, or put the "
+            "folder of its module on PYTHONPATH"
+        ) from error
+    if not callable(found):
+        raise ValueError(f"{option}={name!r} is a {type(found).__name__}; expected a function")
+    return found
+
+
 def check_option(name: str, value: object, hint: Any) -> None:
     choices = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
