@@ -18,7 +18,7 @@ from depthmix.support.checks import split_pair
 from depthmix.support.terminal import Progress, say
 from depthmix.training import BadLoss, CheckpointError, Interrupted, Result, TrainConfig, override, train
 from depthmix.training.dial import dial_tokens, split_mixer
-from depthmix.training.overrides import check_excluding
+from depthmix.training.overrides import check_excluding, override_all
 from depthmix.training.ranks import main_process
 
 
@@ -147,8 +147,7 @@ def resolve_config(
         tokenizer = keys.get("data.tokenizer", "bytes")
         dial = 12 if depth is None else depth
         config = TrainConfig.from_dial(dial, mixer or "residual", tokenizer=tokenizer, **sizes)
-    for key, value in [*pairs, *([] if folder is None else [("run.folder", str(folder))])]:
-        config = override(config, key, value)
+    config = override_all(config, [*pairs, *([] if folder is None else [("run.folder", str(folder))])])
     check_excluding(config, keys)
     if tokens is None and file is None:
         tokens = dial_tokens(config.model)

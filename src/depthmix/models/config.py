@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from depthmix.mechanisms import MixerConfig, kv_mechanism, legacy, make_config, mechanism
 from depthmix.mechanisms.base import MOST_DEPTH, MOST_DIM, Kind
-from depthmix.support.checks import check_divides, check_fields, check_positive, check_range
+from depthmix.support.checks import check_divides, check_fields, check_positive, check_range, did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,21 @@ class LoopConfig:
         check_range("loop.repeats", self.repeats, 1)
 
 
+def make_part(cls: type, name: str, given: Any) -> Any:
+    """A part of a configuration from the mapping that a file or a command line gives; anything else stays as it is."""
+    if not isinstance(given, Mapping):
+        return given
+    fields = dataclasses.fields(cls)
+    known = [field.name for field in fields]
+    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
+    if unknown := [key for key in given if key not in known]:
+        hint = did_you_mean(unknown[0], known)
+        raise ValueError(f"{name} has no field {unknown[0]!r}. {hint}Known: {', '.join(known)}")
+    if missing := [f"{name}.{key}" for key in needed if key not in given]:
+        raise ValueError(f"{' and '.join(missing)} must be set too: {name} needs {', '.join(needed)}")
+    return cls(**given)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """A Qwen3-style decoder of `layers` pairs of attention and MLP, whose depth mixing is a child (`mixer`)."""
@@ -102,8 +117,8 @@ class DecoderConfig:
         put = object.__setattr__
         put(self, "mixer", Choice.of(self.mixer))
         put(self, "kv_mixer", None if self.kv_mixer is None else Choice.of(self.kv_mixer))
-        put(self, "moe", MoEConfig(**self.moe) if isinstance(self.moe, Mapping) else self.moe)
-        put(self, "loop", LoopConfig(**self.loop) if isinstance(self.loop, Mapping) else self.loop)
+        put(self, "moe", make_part(MoEConfig, "moe", self.moe))
+        put(self, "loop", make_part(LoopConfig, "loop", self.loop))
         check_fields(self)
         for name, most in (("vocab_size", MOST_DIM * 16), ("layers", MOST_DEPTH // 2)):
             check_range(name, getattr(self, name), 1, most)

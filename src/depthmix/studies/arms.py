@@ -14,7 +14,7 @@ from depthmix.mechanisms import kv_mechanism, mechanism
 from depthmix.models import count_parameters
 from depthmix.support.checks import split_pair
 from depthmix.training import TrainConfig, flops_per_token, override
-from depthmix.training.overrides import check_excluding
+from depthmix.training.overrides import check_excluding, override_all
 
 TIMES_PER_RUN = {
     "validate_every": 25,
@@ -164,14 +164,11 @@ def variants(grid: Grid, size: Size) -> Iterator[tuple[str, TrainConfig]]:
             size.depth, mixer, tokenizer=grid.tokenizer, tokens=1, **model
         )  # steps come later
         config = override(config, "data.source", grid.data)
-        for key, value in grid.settings.items():
-            config = override(config, key, value) if applies(config, key) else config
+        config = override_all(config, grid.settings.items(), applies)
         config = with_changes(config, grid.rates.get(mixer))
         keys = [key for key in grid.sweeps if applies(config, key)]
         for values in itertools.product(*(grid.sweeps[key] for key in keys)):
-            varied = config
-            for key, value in zip(keys, values, strict=True):
-                varied = override(varied, key, value)
+            varied = override_all(config, zip(keys, values, strict=True))
             words = [f"{key.rsplit('.', 1)[-1]}={value}" for key, value in zip(keys, values, strict=True)]
             yield " ".join([mixer, *words]), varied
 
