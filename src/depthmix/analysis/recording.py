@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, State
+from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, KVStack, State
 
 
 @dataclass
@@ -93,7 +93,9 @@ def recording_values(model: nn.Module) -> Iterator[list[tuple[KVMixer, Any, Tens
 
         return coeff
 
-    mixers = [m for m in model.modules() if isinstance(m, KVMixer)]
+    # A stack holds executions that share the parameters of another one and are no modules of the model.
+    parts = [part for m in model.modules() for part in (m if isinstance(m, KVStack) else [m])]
+    mixers = [m for m in parts if isinstance(m, KVMixer)]
     try:
         for mixer in mixers:
             mixer.coeff = recording_coeff(mixer)  # type: ignore[method-assign, assignment]

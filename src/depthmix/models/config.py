@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from depthmix.mechanisms import MixerConfig, kv_mechanism, legacy, make_config, mechanism
 from depthmix.mechanisms.base import MOST_DEPTH, MOST_DIM, Kind
-from depthmix.support.checks import check_divides, check_fields, check_positive, check_range, did_you_mean
+from depthmix.support.checks import check_divides, check_fields, check_positive, check_range, make_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,27 +69,13 @@ class LoopConfig:
     first: int
     last: int
     repeats: int
+    share_mixers: bool = False  # one mixer for each sublayer instead of each execution: `repeats` can change later
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_range("loop.first", self.first, 0)
         check_range("loop.last", self.last, self.first + 1, remedy="A loop holds at least one layer")
         check_range("loop.repeats", self.repeats, 1)
-
-
-def make_part(cls: type, name: str, given: Any) -> Any:
-    """A part of a configuration from the mapping that a file or a command line gives; anything else stays as it is."""
-    if not isinstance(given, Mapping):
-        return given
-    fields = dataclasses.fields(cls)
-    known = [field.name for field in fields]
-    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
-    if unknown := [key for key in given if key not in known]:
-        hint = did_you_mean(unknown[0], known)
-        raise ValueError(f"{name} has no field {unknown[0]!r}. {hint}Known: {', '.join(known)}")
-    if missing := [f"{name}.{key}" for key in needed if key not in given]:
-        raise ValueError(f"{' and '.join(missing)} must be set too: {name} needs {', '.join(needed)}")
-    return cls(**given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,9 +200,11 @@ class DecoderConfig:
         return fields
 
     def fingerprint(self) -> dict[str, Any]:
-        """`canonical` without the options that have the value which was their default in 0.1.0, whatever it is now: the
-        digest of a run of that version stays what it was."""
+        """`canonical` without what has the value that was its default in 0.1.0, whatever it is now, or that computes
+        what was computed then: the digest of a run of that version stays what it was."""
         fields = self.canonical()
+        if self.loop is not None and not self.loop.share_mixers:
+            del fields["loop"]["share_mixers"]
         for child, (config, sizes) in self.mixers().items():
             name = fields[child]["name"]
             if name in legacy.DEFAULTS:

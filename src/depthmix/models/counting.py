@@ -57,7 +57,7 @@ def count_once(model: Decoder) -> Counts:
 
 
 def count_each_run(model: Decoder) -> int:
-    parts = (model.depth, model.kv_mixers, model.norm)
+    parts = (*model.depth.all_mixers(), *model.kv_mixers, model.norm)
     multiplied = sum(elements(part.parameters()) for part in parts)
     multiplied += model.embed.weight.numel()  # of the head, which has the shape of the table
     for layer in model.layer_order:

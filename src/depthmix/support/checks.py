@@ -10,7 +10,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -183,3 +183,18 @@ def check_fields(config: Any) -> None:
                 raise ValueError(f"{field.name}={value!r}; expected a {kind.__name__}")
         else:
             check_option(field.name, value, hint)
+
+
+def make_part(cls: type, name: str, given: Any) -> Any:
+    """A part of a configuration from the mapping that a file or a command line gives; anything else stays as it is."""
+    if not isinstance(given, Mapping):
+        return given
+    fields = dataclasses.fields(cls)
+    known = [field.name for field in fields]
+    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
+    if unknown := [key for key in given if key not in known]:
+        hint = did_you_mean(unknown[0], known)
+        raise ValueError(f"{name} has no field {unknown[0]!r}. {hint}Known: {', '.join(known)}")
+    if missing := [f"{name}.{key}" for key in needed if key not in given]:
+        raise ValueError(f"{' and '.join(missing)} must be set too: {name} needs {', '.join(needed)}")
+    return cls(**given)
