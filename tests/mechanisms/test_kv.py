@@ -103,6 +103,9 @@ FAMILIES: dict[str, Callable[[int], Any]] = {  # sets of options that go togethe
     ),
     "softmax of the default sources": lambda n: st.just({}),
     "same_layer": lambda n: st.fixed_dictionaries({"loop": st.just("same_layer")}, optional=RULE),
+    "both": lambda n: st.fixed_dictionaries(
+        {"loop": st.just("both"), "window": st.integers(0, 2), **RULE}, optional={"stride": st.integers(1, n + 1)}
+    ),
     "value_residual": lambda n: st.fixed_dictionaries({"own": WEIGHT, "first": WEIGHT, "learned": st.booleans()}),
 }
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -223,6 +226,17 @@ def test_layers_outside_a_loop_are_untouched_where_a_layer_reads_its_own_runs() 
     q, k, v = make_heads((2, 2, 2, 3, 4), len(LOOPED))
     mixed = mix_all(make_mixers("depth_attention", {"loop": "same_layer"}, 4, LOOPED), q, k, v)
     assert [i for i in range(len(LOOPED)) if mixed[i] is not v[i]] == [3, 4, 5, 6]
+
+
+def test_a_looped_layer_can_read_the_grid_and_its_own_runs() -> None:
+    order = (*range(4), *range(4), *range(4))
+    config = kv_mechanism("depth_attention").Config(loop="both", stride=4)
+    assert config.reads(9, order) == [0, 1, 4, 5, 8]  # layer 1: executions 0, 4, 8 of the grid, its own runs 1 and 5
+    assert config.reads(8, order) == [0, 4]  # of the grid and its own at once, counted once
+    assert config.reads(3, order) == [0]
+    plain = tuple(range(12))
+    unrolled = kv_mechanism("depth_attention").Config(stride=4)
+    assert [config.reads(i, plain) for i in plain] == [unrolled.reads(i, plain) for i in plain]
 
 
 def nanbeige_reads(layers: int, repeats: int, stride: int) -> list[list[int]]:

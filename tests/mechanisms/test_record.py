@@ -92,6 +92,7 @@ def test_the_same_function_asked_for_in_another_way_is_the_same(no_warning: None
 @pytest.mark.parametrize(
     ("name", "start"),
     [
+        ("attnres", {"query_init": 0.5}),
         ("ddl", {"beta": 0.5}),
         ("highway", {"bias": 1.0}),
         ("scaled_residual", {"init": 1.0}),

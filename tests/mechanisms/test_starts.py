@@ -75,6 +75,7 @@ def denseformer(*, dilation: int = 1, period: int = 1, block_sublayers: int = 2,
 def attnres(
     *,
     query: str = "static",
+    query_init: float = 0.0,
     mixing: str = "softmax",
     key_norm: bool = True,
     heads: int = 1,
@@ -91,7 +92,9 @@ def attnres(
 
     if mixing == "static":
         return [Row("logits", where, lambda ell: split(count(ell)), 0)]
-    rows = [Row("query", where, split(D // heads), 0) if query == "static" else Row("query_proj", where, (D, D), 0)]
+    start = Normal(query_init) if query_init else 0
+    static = query == "static"
+    rows = [Row("query", where, split(D // heads), start) if static else Row("query_proj", where, (D, D), start)]
     return rows + [Row("key_weight", where, (D,), 1)] * (key_norm and mixing in ("softmax", "sigmoid"))
 
 
@@ -304,6 +307,8 @@ PAGES: dict[str, Callable[..., list[Row]]] = {
 # Beside the variants: options that change a start.
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("attnres", {"window": 2, "mixing": "static", "heads": 2}),
+    ("attnres", {"query_init": 0.02, "heads": 2}),
+    ("attnres", {"query_init": 0.5, "mixing": "linear", "key_norm": False}),
     ("block_attnres", {}),
     ("block_attnres", {"num_blocks": 3, "mixing": "static"}),
     ("denseformer", {"block_sublayers": 3}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from depthmix.cli import main
+from depthmix.mechanisms import kv_mechanism
 from depthmix.models.config import DecoderConfig
 from depthmix.models.counting import Counts, count_parameters
 from depthmix.models.decoder import Decoder
@@ -39,7 +41,20 @@ def counts_of(name: str) -> Counts:
 
 
 def test_the_names_are_those_of_the_papers() -> None:
-    assert set(PRESETS) == set(DEPTH_ATTENTION) | set(ATTNRES)
+    assert set(PRESETS) == set(DEPTH_ATTENTION) | set(ATTNRES) | {"depth-attention-500m-x3"}
+
+
+def test_the_looped_preset_runs_all_layers_of_the_500m_three_times() -> None:
+    plain, looped = preset("depth-attention-500m"), preset("depth-attention-500m-x3")
+    assert looped.layer_order == (*range(24), *range(24), *range(24))
+    assert counts_of("depth-attention-500m-x3") == counts_of("depth-attention-500m")
+    assert looped.kv_mixer is not None
+    assert looped.kv_mixer.to_dict() == {"name": "depth_attention", "stride": 12, "loop": "both"}
+    rules = kv_mechanism("depth_attention").Config(**looped.kv_mixer.options)
+    assert rules.reads(5, looped.layer_order) == [0]
+    assert rules.reads(24 + 5, looped.layer_order) == [0, 5, 12, 24]
+    assert rules.reads(48 + 5, looped.layer_order) == [0, 5, 12, 24, 29, 36, 48]
+    assert dataclasses.replace(looped, loop=None, kv_mixer=plain.kv_mixer) == plain
 
 
 @pytest.mark.parametrize("name", DEPTH_ATTENTION)

@@ -13,13 +13,16 @@ channels, n the number of sources that a row reads.
 Attention of row l = 2 ... L+1 over its sources b_0 ... b_{n-1}, of which p = b_{n-1} is the newest; h_1 = v_0:
 
     norm(b) = b / sqrt(mean(b^2) + eps)         over all D channels, before they are split into heads
-    w_l     = a parameter, or W_l norm(p)
+    w_l     = a parameter, or W_l norm(o_l)
+    o_l     = p, the newest source               query_from="newest"
+            = h_{l-1}                           "read"
+            = b_0 + ... + b_{n-1}               "sum"
     k_j     = gamma_l * norm(b_j)               key_norm=False: b_j
     s_j     = scale <w_l, k_j>
     alpha_j = exp(s_j) / sum_m exp(s_m)         softmax
             = sigma(s_j)                        sigmoid
             = softmax of learned scalars        static
-            = <phi(w_l), phi(k_j)> / sum_m <phi(w_l), phi(k_m)>,  phi = elu + 1,  k_j = norm(b_j) or b_j     linear
+            = <phi(w_l), phi(k_j)> / sum_m <phi(w_l), phi(k_m)>,  phi = elu + 1 or exp, k_j = norm(b_j) or b_j   linear
     h_l     = sum_j alpha_j b_j                 scale_by_count: n sum_j alpha_j b_j
 
 M_{i->l} = alpha_{j(i)} (scale_by_count: n alpha_{j(i)}) for i < l, where v_i is held by the source
@@ -49,8 +52,7 @@ def _norm(v: torch.Tensor, eps: float) -> torch.Tensor:
     return v / torch.sqrt((v * v).mean() + eps)
 
 
-def _phi(u: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.elu(u) + 1
+_PHI = {"elu1": lambda u: torch.nn.functional.elu(u) + 1, "torch:exp": torch.exp}
 
 
 def _split(u: torch.Tensor, heads: int) -> list[torch.Tensor]:
@@ -69,15 +71,18 @@ def _alpha(
     heads: int,
     scale: float,
     eps: float,
+    origin: torch.Tensor,
+    kernel: str,
 ) -> list[torch.Tensor]:
-    """alpha [n] of every head, for the sources [D] of one token, oldest first."""
+    """alpha [n] of every head, for the sources [D] of one token, oldest first; a query is projected from origin [D]."""
+    phi = _PHI[kernel]
     if mixing == "static":
         logits = params[f"{place}.logits"]
         return [torch.softmax(b, dim=0) for b in ([logits] if heads == 1 else [logits[g] for g in range(heads)])]
 
     if query == "input":
         W = params[f"{place}.query_proj"]
-        w = _split(W @ _norm(sources[-1], eps), heads)  # w_l = W_l norm(newest source)
+        w = _split(W @ _norm(origin, eps), heads)  # w_l = W_l norm(o_l)
     else:
         w = params[f"{place}.query"]
         w = [w] if heads == 1 else [w[g] for g in range(heads)]
@@ -94,7 +99,7 @@ def _alpha(
     alpha = []
     for g in range(heads):
         if mixing == "linear":
-            a = [torch.dot(_phi(w[g]), _phi(k[g])) for k in keys]  # <phi(w_l), phi(k_j)>
+            a = [torch.dot(phi(w[g]), phi(k[g])) for k in keys]  # <phi(w_l), phi(k_j)>
             alpha.append(torch.stack([a_j / sum(a) for a_j in a]))
             continue
         s = torch.stack([scale * torch.dot(w[g], k[g]) for k in keys])  # s_j = scale <w_l, k_j>
@@ -115,10 +120,19 @@ def _block_size(L: int, block_sublayers: int | None, num_blocks: int | None) -> 
     return math.ceil(L / num_blocks) if block_sublayers is None else block_sublayers
 
 
-def _run(x, sublayers, params, S, query, mixing, key_norm, heads, scale, scale_by_count, eps):
+def _origin(read: list[torch.Tensor], last: torch.Tensor, query_from: str) -> torch.Tensor:
+    """o_l of all tokens, from the sources of row l and h_{l-1}."""
+    return {"newest": lambda: read[-1], "read": lambda: last, "sum": lambda: sum(read)}[query_from]()
+
+
+def _run(
+    x, sublayers, params, S, query, mixing, key_norm, heads, scale, scale_by_count, eps, query_from, kernel, score
+):
     """[h_1 ... h_{L+1}] and for each row alpha as a nested list [T][H] of tensors [n]."""
     D, L = x.shape[-1], len(sublayers)
     _check(D, query, mixing, key_norm, heads, scale, scale_by_count, eps)
+    if score not in (None, "torch.linalg:vecdot") or (query_from != "newest" and query != "input"):
+        raise ValueError(f"unknown score {score!r} or a static query from {query_from!r}")
     bank, p = [], x  # bank = [], p = v_0
     hs, alphas = [], []
     for row in range(1, L + 2):
@@ -130,9 +144,10 @@ def _run(x, sublayers, params, S, query, mixing, key_norm, heads, scale, scale_b
             read = [b.reshape(-1, D) for b in [*bank, p]]
             n = len(read)
             h_tokens, alpha_tokens = [], []
+            origins = _origin(read, hs[-1], query_from).reshape(-1, D)
             for t in range(read[0].shape[0]):
                 token = [source[t] for source in read]
-                alpha = _alpha(token, params, place, query, mixing, key_norm, heads, scale, eps)
+                alpha = _alpha(token, params, place, query, mixing, key_norm, heads, scale, eps, origins[t], kernel)
                 h_heads = []
                 for g in range(heads):
                     terms = [a * _split(b_j, heads)[g] for a, b_j in zip(alpha[g], token, strict=True)]
@@ -166,10 +181,16 @@ def inputs(
     scale: float = 1.0,
     scale_by_count: bool = False,
     eps: float = 1e-6,
+    query_from: str = "newest",
+    query_init: float = 0.0,
+    kernel: str = "elu1",
+    score: str | None = None,
 ) -> list[torch.Tensor]:
     """[h_1, ..., h_{L+1}], each shaped like x."""
     S = _block_size(len(sublayers), block_sublayers, num_blocks)
-    return _run(x, sublayers, params, S, query, mixing, key_norm, heads, scale, scale_by_count, eps)[0]
+    return _run(
+        x, sublayers, params, S, query, mixing, key_norm, heads, scale, scale_by_count, eps, query_from, kernel, score
+    )[0]
 
 
 def matrix(
@@ -186,10 +207,16 @@ def matrix(
     scale: float = 1.0,
     scale_by_count: bool = False,
     eps: float = 1e-6,
+    query_from: str = "newest",
+    query_init: float = 0.0,
+    kernel: str = "elu1",
+    score: str | None = None,
 ) -> torch.Tensor:
     """M [..., L+1, L+1], with heads [..., H, L+1, L+1]: in each column the weight of the source that holds v_i."""
     S = _block_size(len(sublayers), block_sublayers, num_blocks)
-    alphas = _run(x, sublayers, params, S, query, mixing, key_norm, heads, scale, scale_by_count, eps)[1]
+    alphas = _run(
+        x, sublayers, params, S, query, mixing, key_norm, heads, scale, scale_by_count, eps, query_from, kernel, score
+    )[1]
     n_rows = len(sublayers) + 1
     shape = (*x.shape[:-1], n_rows, n_rows) if heads == 1 else (*x.shape[:-1], heads, n_rows, n_rows)
     entries = []

@@ -8,6 +8,7 @@ execution runs; without it no layer runs twice.
          = {j < l : j in the list}               sources
          with {j < l : j >= l - w} in addition   window
          = {j < l : order_j = order_l}           loop="same_layer"
+         with {j < l : order_j = order_l} in addition to the grid   loop="both"
     qbar = (1/g) sum of the queries i with floor(i/g) = h
     e_j  = <qbar, k_j> / sqrt(d)                 j in S_l and j = l
     a    = softmax of e, or 1 / (|S_l| + 1)      rule
@@ -32,12 +33,12 @@ def _reads(
     order: list[int] | None,
 ) -> list[int]:
     """S_l, oldest first."""
+    order = list(range(n)) if order is None else order
     if loop == "same_layer":
         if stride is not None or chosen is not None or window:
             raise ValueError("same_layer has no other sources than the layer itself")
-        order = list(range(n)) if order is None else order
         return [j for j in range(l) if order[j] == order[l]]
-    if loop != "unrolled" or grid not in ("absolute", "relative"):
+    if loop not in ("unrolled", "both") or grid not in ("absolute", "relative"):
         raise ValueError(f"unknown loop {loop!r} or grid {grid!r}")
     s = max(n // 2, 1) if stride is None else stride
     found = []
@@ -48,7 +49,8 @@ def _reads(
             on_grid = j % s == 0
         else:
             on_grid = (l - j) % s == 0
-        if on_grid or j >= l - window:
+        own_run = loop == "both" and order[j] == order[l]
+        if on_grid or j >= l - window or own_run:
             found.append(j)
     return found
 

@@ -32,6 +32,7 @@ from depthmix.training import (
 )
 from depthmix.training.identity import FREE
 from depthmix.training.optim import Optimizers, parameter_groups
+from depthmix.training.overrides import override_all
 from depthmix.training.precision import check_precision
 from depthmix.training.schedule import rate_factor
 from tests.runs import CHILD, lines, tiny_run, weights
@@ -53,6 +54,38 @@ def test_the_digest_is_of_what_decides_the_result(tmp_path: Path) -> None:
     for key, value in (("run.seed", 1), ("optimizer.lr", 1), ("mixer.block_sublayers", 4), ("data.rows", 8)):
         assert override(config, key, value).digest != config.digest, key
     assert override(config, "optimizer.lr", "1").digest == override(config, "optimizer.lr", "1.0").digest
+
+
+def test_fields_of_a_loop_and_of_experts_are_set_together(tmp_path: Path) -> None:
+    """None of them makes sense alone; in any order, and where some are there already."""
+    config = tiny_run(tmp_path / "run")
+    assert config.model.loop is None
+    loop = [("model.loop.repeats", "2"), ("run.seed", "3"), ("model.loop.first", "0"), ("model.loop.last", "2")]
+    looped = override_all(config, loop)
+    assert looped.model.loop == dm.LoopConfig(first=0, last=2, repeats=2)
+    assert looped.run.seed == 3
+    moved = override_all(looped, [("model.layers", "4"), ("model.loop.first", "3"), ("model.loop.last", "4")])
+    assert moved.model.loop == dm.LoopConfig(first=3, last=4, repeats=2)
+    experts = override_all(config, [("model.moe.experts", "4"), ("model.moe.active", "2"), ("model.moe.hidden", "8")])
+    assert experts.model.moe == dm.MoEConfig(experts=4, active=2, hidden=8)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        (
+            [("model.loop.first", "0"), ("model.loop.last", "1")],
+            r"model\.loop\.first=0, model\.loop\.last=1: loop\.repeats must be set too: loop needs",
+        ),
+        ([("model.moe.experts", "4")], r"model\.moe\.experts=4: moe\.hidden must be set too"),
+        ([("model.loop.repeat", "4")], r"loop has no field 'repeat'\. Did you mean 'repeats'\?"),
+    ],
+)
+def test_fields_that_are_missing_beside_others_are_named(
+    pairs: list[tuple[str, str]], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        override_all(tiny_run(tmp_path / "run"), pairs)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, State
+from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, KVStack, State
 
 
 @dataclass
@@ -113,7 +113,9 @@ def recording_values(model: nn.Module) -> Iterator[list[tuple[KVMixer, Any, Tens
 
         return coeff
 
-    mixers = [m for m in model.modules() if isinstance(m, KVMixer)]
+    # A stack holds executions that share the parameters of another one and are no modules of the model.
+    parts = [part for m in model.modules() for part in (m if isinstance(m, KVStack) else [m])]
+    mixers = [m for m in parts if isinstance(m, KVMixer)]
     try:
         for mixer in mixers:
             mixer.coeff = recording_coeff(mixer)  # type: ignore[method-assign, assignment]

@@ -36,6 +36,7 @@ def run(
     compiled: bool = False,
     device: str = "cpu",
     dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None,
+    functions: bool = False,
     json: bool = False,
 ) -> int:
     """Continue a prompt with the model of a directory; the text goes to stdout, its speed to stderr.
@@ -56,11 +57,13 @@ def run(
         compiled: compile the decode step; worth its time for long texts.
         device: such as cpu or cuda.
         dtype: of the parameters; as saved by default.
+        functions: import the functions of your own that the model's configuration names; this runs their code.
         json: print one object instead of the text.
     """
     final = directory / "final"  # of a run
     directory = final if final.is_dir() else directory
-    model = load_model(directory, device=device, dtype=None if dtype is None else getattr(torch, dtype))
+    kind = None if dtype is None else getattr(torch, dtype)
+    model = load_model(directory, device=device, dtype=kind, functions=functions)
     tokenizer = load_tokenizer(directory, model.config.vocab_size)
     texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompt or ("-",)]
     timer = Timer()

@@ -250,7 +250,9 @@ def print_counts(presets: list[dict[str, Any]]) -> None:
     from rich import box
     from rich.table import Table
 
-    table = Table(title="Decoders by name, millions of parameters", title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title="Decoders by name, millions of parameters", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     table.add_column("preset", no_wrap=True)
     headings = {
         "total": "total",

@@ -28,7 +28,7 @@ from depthmix.training import (
     train,
 )
 from depthmix.training.dial import dial_tokens
-from depthmix.training.overrides import check_excluding
+from depthmix.training.overrides import check_excluding, override_all
 from depthmix.training.ranks import main_process
 from depthmix.training.recipes import RULE, chosen_mixers, describe_recipe
 
@@ -165,8 +165,7 @@ def resolve_config(
             optimizer = keys.get("optimizer.name", "muon")
             config = TrainConfig.from_dial(dial, mixer or "residual", optimizer=optimizer, **sizes)
     recipe_tokens = config.run.steps * config.tokens_per_step
-    for key, value in [*pairs, *([] if folder is None else [("run.folder", str(folder))])]:
-        config = override(config, key, value)
+    config = override_all(config, [*pairs, *([] if folder is None else [("run.folder", str(folder))])])
     check_excluding(config, keys)
     if tokens is None and file is None:
         tokens = dial_tokens(config.model) if preset is None else recipe_tokens

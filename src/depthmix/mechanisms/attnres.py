@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from depthmix.mechanisms.base import Coeff, Facts, Site, State, StateSpec, option, output_names, rank_cap
+from depthmix.mechanisms.base import Facts, Site, State, StateSpec, option, output_names, rank_cap
 from depthmix.mechanisms.source_attention import SourceAttentionConfig, check_count, options_of_family
 from depthmix.mechanisms.two_phase import TwoPhaseAttention
 from depthmix.support.checks import check_range
@@ -23,6 +23,11 @@ class AttnResConfig(SourceAttentionConfig):
         super().check(dim=dim, depth=depth)
         if self.window is not None:
             check_range("window", self.window, 1)
+            if self.query_from == "sum" and self.window < depth:
+                raise ValueError(
+                    f"query_from='sum' with window={self.window}; the sum takes all {depth} outputs, of which a window "
+                    "keeps the newest only: leave one of them out, or choose query_from='read'"
+                )
         check_count(self.scale_by_count, self.mixing)
         if self.group_sublayers is not None:
             check_range("group_sublayers", self.group_sublayers, 1, depth, f"The network has {depth} sublayers")
@@ -70,8 +75,8 @@ class AttnRes(TwoPhaseAttention):
     Traffic is counted as in the paper's appendix B, for groups of about √L sublayers that share phase 1; the paper's
     24·D at L = 128 is for `group_sublayers=16`.
 
-    State: the sources, oldest first. w starts at 0, as the paper demands: uniform weights, the PreNorm network up to
-    the scale that each reader's norm removes.
+    State: the sources, oldest first; with query_from="read" h_{l−1} behind them. w starts at 0, as the paper demands:
+    uniform weights, the PreNorm network up to the scale that each reader's norm removes.
     """
 
     Config = AttnResConfig
@@ -85,6 +90,9 @@ class AttnRes(TwoPhaseAttention):
         *options_of_family(),
         {"window": 2},
         {"window": 1, "heads": 2},
+        {"window": 2, "query": "input", "query_from": "read"},
+        {"mixing": "linear", "kernel": "torch:exp"},
+        {"score": "torch.linalg:vecdot", "heads": 2},
         {"scale_by_count": True},
         {"scale_by_count": True, "mixing": "static"},
         {"group_sublayers": 3},
@@ -97,8 +105,9 @@ class AttnRes(TwoPhaseAttention):
         sums = {"softmax": 1, "static": 1, "linear": 1}.get(config.mixing)
         shares, size = cls.in_two_phases(config, depth), config.group_size(depth)
         reads, writes = two_phase_traffic(depth, size) if shares else (config.direct_reads(rows[:-1]) / depth, 1.0)
+        writes += config.carried_reads(depth + 1) / depth
         return Facts(
-            preserves_prenorm=config.prenorm() if window is None else "no",
+            preserves_prenorm=config.prenorm(dim) if window is None else "no",
             rank=config.rank(dim, rank_cap(depth) if window is None else min(window + 1, rank_cap(depth))),
             parameters=sum(config.parameters(dim, n) for n in rows[1:]),
             reads=reads * dim,
@@ -121,14 +130,14 @@ class AttnRes(TwoPhaseAttention):
     def spec(self, site: Site) -> StateSpec:
         count = self.config.sources(site.index)
         sealed = 1 if self.config.window is not None and self.config.window < site.depth else count
-        return self.with_derived(StateSpec(((site.dim,),) * count, essential=count, sealed=sealed), site)
+        return self.with_derived(self.spec_of(site, count, sealed), site)
 
     def __init__(self, site: Site, config: AttnResConfig) -> None:
         super().__init__(site, config)
         self.kept = config.sources(site.index + 1) - 1  # outputs that the next site reads
 
-    def update(self, state: State, c: Coeff, v: Tensor) -> State:
-        return (*state[:1], *(*state[1:], v)[-self.kept :])  # (5)
+    def grow(self, sources: State, v: Tensor) -> State:
+        return (*sources[:1], *(*sources[1:], v)[-self.kept :])  # (5)
 
     def source_names(self) -> tuple[str, ...]:
         newest = self.site.index

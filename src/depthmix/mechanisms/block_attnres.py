@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from depthmix.mechanisms.base import Coeff, Facts, Site, State, StateSpec, option
+from depthmix.mechanisms.base import Facts, Site, State, StateSpec, option
 from depthmix.mechanisms.source_attention import SourceAttentionConfig, check_count, options_of_family
 from depthmix.mechanisms.two_phase import TwoPhaseAttention
 from depthmix.support.checks import check_range
@@ -78,8 +78,9 @@ class BlockAttnRes(TwoPhaseAttention):
     (5) first of a block: push p to the bank, p = v_l
     (6) otherwise: p ← p + v_l
 
-    State: bank and partial, b_0 … b_{n−1}, p. It starts with an empty bank and the embedding as the partial, which the
-    first boundary pushes. w starts at 0: the PreNorm network up to the scale that each reader's norm removes.
+    State: bank and partial, b_0 … b_{n−1}, p; with query_from="read" h_{l−1} behind them. It starts with an empty bank
+    and the embedding as the partial, which the first boundary pushes. w starts at 0: the PreNorm network up to the
+    scale that each reader's norm removes.
     """
 
     Config = BlockAttnResConfig
@@ -110,8 +111,9 @@ class BlockAttnRes(TwoPhaseAttention):
             reads, writes = blocks**2 / depth + 3, 2.0
         else:
             reads, writes = (config.direct_reads(rows[:-1]) + 2 * added) / depth, 1 + added / depth
+        writes += config.carried_reads(depth + 1) / depth
         return Facts(
-            preserves_prenorm=config.prenorm(),
+            preserves_prenorm=config.prenorm(dim),
             rank=config.rank(dim, generic, extra=1),  # the partial's key changes as it grows
             parameters=sum(config.parameters(dim, n) for n in rows[1:]),
             reads=reads * dim,
@@ -139,12 +141,12 @@ class BlockAttnRes(TwoPhaseAttention):
         size = self.config.size(site.depth)
         count = source_count(size, site.index)
         sealed = count if site.index % size == 0 else count - 1
-        return self.with_derived(StateSpec(((site.dim,),) * count, essential=count, sealed=sealed), site)
+        return self.with_derived(self.spec_of(site, count, sealed), site)
 
-    def update(self, state: State, c: Coeff, v: Tensor) -> State:
+    def grow(self, sources: State, v: Tensor) -> State:
         if self.opens_block:
-            return (*state, v)  # (5)
-        return (*state[:-1], state[-1] + v)  # (6)
+            return (*sources, v)  # (5)
+        return (*sources[:-1], sources[-1] + v)  # (6)
 
     def source_names(self) -> tuple[str, ...]:
         return ("embedding", *(f"block {n}" for n in range(1, self.expects.essential)))

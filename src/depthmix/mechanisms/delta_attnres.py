@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import Tensor
@@ -20,9 +21,9 @@ class DeltaAttnRes(SourceAttention):
     (4) h_l = Σ_i (1 + α_i) v_i
     (5) the sources grow by v_l
 
-    State: the sources, oldest first; the stream is their sum. Where a read is one softmax under a static query, the sum
-    of all but the newest source travels behind them: it can be made again. Row 1 and the output's row are plain sums.
-    w starts at 0: rows are constant, the PreNorm network up to scale.
+    State: the sources, oldest first; with query_from="read" h_{l−1} behind them; the stream is their sum. Where a read
+    is one softmax under a static query, the sum of all but the newest source travels behind them: it can be made again.
+    Row 1 and the output's row are plain sums. w starts at 0: rows are constant, the PreNorm network up to scale.
     """
 
     Config = SourceAttentionConfig
@@ -40,11 +41,11 @@ class DeltaAttnRes(SourceAttention):
         summed = cls.sums(config) * (depth - 1)  # rows that move the running sum on and add their mixture to it
         rows = [float(row + 1 + (0 < row < depth)) for row in range(depth + 1)]
         return Facts(
-            preserves_prenorm=config.prenorm() if depth > 1 else "exact",  # one sublayer: no row attends
+            preserves_prenorm=config.prenorm(dim) if depth > 1 else "exact",  # one sublayer: no row attends
             rank=config.rank(dim, rank_cap(depth) if depth > 1 else 1, extra=1),
             parameters=sum(config.parameters(dim, index + 1) for index in range(1, depth)),
             reads=(config.direct_reads(range(1, depth + 1)) + 3 * summed) / depth * dim,
-            writes=(1 + summed / depth) * dim,
+            writes=(1 + (summed + config.carried_reads(depth)) / depth) * dim,
             row_sums=tuple(rows) if normalised else None,
             flops=sum(config.read_flops(dim, n) + cls.sum_flops(config, dim, n) for n in range(2, depth + 1))
             + (1 if cls.sums(config) and depth > 1 else depth) * dim,  # the output's sum
@@ -56,8 +57,9 @@ class DeltaAttnRes(SourceAttention):
 
     def spec(self, site: Site) -> StateSpec:
         count = site.index + 1
+        needed = self.spec_of(site, count, sealed=count)
         derived = self.sums(self.config) and site.index > 1
-        return StateSpec(((site.dim,),) * (count + derived), essential=count, sealed=count)
+        return dataclasses.replace(needed, shapes=needed.shapes + ((site.dim,),) * derived)
 
     @classmethod
     def sums(cls, config: Any) -> bool:
@@ -77,10 +79,12 @@ class DeltaAttnRes(SourceAttention):
         return 1 + self.weights(state) if self.attends(self.site) else None
 
     def combine(self, state: State, c: Coeff) -> Tensor:
-        return ops.weighted_sum(state, [None] * len(state)) if c is None else ops.weighted_mixture(state, c)  # (4)
+        if c is None:
+            return ops.weighted_sum(state, [None] * len(state))
+        return ops.weighted_mixture(self.sources_in(state), c)  # (4)
 
-    def update(self, state: State, c: Coeff, v: Tensor) -> State:
-        return (*state, v)  # (5)
+    def grow(self, sources: State, v: Tensor) -> State:
+        return (*sources, v)  # (5)
 
     def source_weights(self, c: Coeff) -> SourceWeights | None:
         return None if c is None else SourceWeights(c - 1, output_names(1, self.site.index))

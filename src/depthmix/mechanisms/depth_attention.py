@@ -27,7 +27,9 @@ class DepthAttentionConfig(MixerConfig):
     sources: tuple[int, ...] | None = option(None, "the source layers themselves, in place of a stride")
     window: int = option(0, "how many layers just below are sources too")
     rule: Literal["softmax", "uniform"] = option("softmax", "uniform: the plain average of the same sources")
-    loop: Literal["unrolled", "same_layer"] = option("unrolled", "of a looped model; same_layer: the layer's own runs")
+    loop: Literal["unrolled", "same_layer", "both"] = option(
+        "unrolled", "sources in a looped model: executions by their number; same_layer: the layer's own runs; or both"
+    )
 
     def check(self, *, dim: int, depth: int) -> None:
         if self.stride is not None:
@@ -44,7 +46,7 @@ class DepthAttentionConfig(MixerConfig):
             )
 
     def resolved(self, *, dim: int, depth: int) -> dict[str, Any]:
-        strided = self.sources is None and self.loop == "unrolled"
+        strided = self.sources is None and self.loop != "same_layer"
         return {**super().resolved(dim=dim, depth=depth), "stride": self.distance(depth) if strided else None}
 
     def distance(self, depth: int) -> int:
@@ -53,15 +55,16 @@ class DepthAttentionConfig(MixerConfig):
     def reads(self, index: int, order: tuple[int, ...]) -> list[int]:
         """The executions that execution `index` reads, all before it."""
         below = range(index)
+        own_runs = [j for j in below if order[j] == order[index]] if self.loop != "unrolled" else []
         if self.loop == "same_layer":
-            return [j for j in below if order[j] == order[index]]
+            return own_runs
         if self.sources is not None:
             chosen = set(self.sources)
         else:
             stride = self.distance(len(order))
             start = index % stride if self.grid == "relative" else 0
             chosen = set(range(start, len(order), stride))
-        return [j for j in below if j in chosen or j >= index - self.window]
+        return [j for j in below if j in chosen or j >= index - self.window or j in own_runs]
 
     def alive(self, index: int, order: tuple[int, ...]) -> list[int]:
         """The executions that somebody from `index` on still reads: what the state holds."""
@@ -93,6 +96,7 @@ class DepthAttention(KVMixer):
         {"sources": (0,), "window": 1},
         {"rule": "uniform"},
         {"loop": "same_layer"},
+        {"loop": "both"},
     )
 
     @classmethod

@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from depthmix.mechanisms.base import KVFacts, KVMixer, Site, State, StateSpec
-from depthmix.mechanisms.make import check_sizes, make_config
+from depthmix.mechanisms.make import check_order, check_sizes, make_config
 from depthmix.mechanisms.registry import kv_mechanism, naming_plugin
+from depthmix.mechanisms.sharing import share_parameters
 from depthmix.mechanisms.state import state_widths
 from depthmix.support.checks import check_divides, check_range
 
@@ -23,10 +24,13 @@ class KVStack(nn.Module):
         head_dim: channels of a head.
         depth: number of attention layers N; or
         order: for layers that run more than once, the layer of each execution, such as (0, 1, 2, 1, 2, 3).
+        share: the executions of a layer share their parameters.
         options: of the mechanism; `depthmix show NAME` lists them.
 
     `state = stack.begin()`, then in each attention, after norms and RoPE of its queries and keys and before its cache,
-    `v, state = stack[i].mix(q, k, v, state)`. It iterates over its mixers; state-dict names are `{i}.…`.
+    `v, state = stack[i].mix(q, k, v, state)`. It iterates over its mixers; state-dict names are `{i}.…`, i
+    the number of the execution, with `share` of the layer (execution 0 is `first` where its layer runs again with other
+    parameters).
     """
 
     def __init__(
@@ -36,6 +40,7 @@ class KVStack(nn.Module):
         head_dim: int,
         depth: int | None = None,
         order: Sequence[int] | None = None,
+        share: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -53,24 +58,26 @@ class KVStack(nn.Module):
         if order is None:
             check_sizes(self.name, depth=depth)
             order = range(depth or 0)
-        elif not isinstance(order, Sequence) or not all(isinstance(layer, int) for layer in order):
-            raise ValueError(
-                f"{self.name}: order={order!r}; expected the layer of each execution, such as (0, 1, 2, 1, 2, 3)"
-            )
+        else:
+            check_order(self.name, order)
         self.order, self.head_dim = tuple(order), head_dim
         check_sizes(self.name, head_dim=head_dim, depth=len(self.order))
         self.config = make_config(cls, self.name, options, dim=head_dim, depth=len(self.order))
         with naming_plugin(self.name):
-            for i in range(len(self.order)):
-                self.add_module(str(i), cls(Site(i, len(self.order), head_dim, "attn"), self.config, self.order))
+            sites = [Site(i, len(self.order), head_dim, "attn") for i in range(len(self.order))]
+            self.runs = [cls(site, self.config, self.order) for site in sites]
+            shared = share_parameters(self.name, self.runs, self.order) if share else None
+            for key, mixer in zip(shared or map(str, range(len(self))), self.runs, strict=True):
+                if key not in self._modules:
+                    self.add_module(key, mixer)
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for mixer in self:
-            mixer.reset_parameters()
+        for mixer in self.children():
+            mixer.reset_parameters()  # type: ignore[operator]
 
     def __iter__(self) -> Iterator[KVMixer]:
-        return iter(self._modules.values())  # type: ignore[arg-type]
+        return iter(self.runs)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -79,7 +86,7 @@ class KVStack(nn.Module):
         """The mixer of attention `index`, counted from 0 in the order of execution."""
         if not 0 <= index < len(self):
             raise IndexError(f"attention {index}; this stack holds 0 to {len(self) - 1}")
-        return self._modules[str(index)]  # type: ignore[return-value]
+        return self.runs[index]
 
     def begin(self) -> State:
         """The state before the first attention."""

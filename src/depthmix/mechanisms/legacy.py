@@ -14,7 +14,18 @@ from typing import Any
 from depthmix.mechanisms.registry import DEPTH, KV
 from depthmix.support.files import FORMAT
 
-FAMILY = {"query": "static", "mixing": "softmax", "key_norm": True, "heads": 1, "scale": 1.0, "eps": 1e-6}
+FAMILY = {
+    "query": "static",
+    "query_from": "newest",
+    "query_init": 0.0,
+    "mixing": "softmax",
+    "key_norm": True,
+    "heads": 1,
+    "scale": 1.0,
+    "kernel": "elu1",
+    "score": None,
+    "eps": 1e-6,
+}
 # Every option of every mechanism as 0.1.0 had it; an option that came later with the value that computes the same.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "attnres": {**FAMILY, "window": None, "scale_by_count": False, "group_sublayers": None},

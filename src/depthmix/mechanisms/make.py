@@ -18,6 +18,16 @@ def check_sizes(name: str, **sizes: Any) -> None:
         check_range(f"{name}: {what}", number, 1, MOST_DEPTH if what == "depth" else MOST_DIM)
 
 
+def check_order(name: str, order: Any, depth: int | None = None) -> None:
+    """The layer or sublayer of each execution."""
+    whole = isinstance(order, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in order)
+    if not whole or (depth is not None and len(order) != depth):
+        count = "" if depth is None else f"{depth} numbers, "
+        raise ValueError(
+            f"{name}: order={order!r}; expected {count}the layer of each execution, such as (0, 1, 2, 1, 2, 3)"
+        )
+
+
 def make_sites(dim: int, depth: int, kinds: Sequence[Kind] | None) -> list[Site]:
     alternating: list[Kind] = ["attn" if i % 2 == 0 else "mlp" for i in range(depth)]
     kinds = alternating if kinds is None else list(kinds)

@@ -18,10 +18,12 @@ class MixerConfig:
 
     starts: options that decide how parameters start and nothing after that.
     either: groups of options of which at most one is given; setting one drops the others.
+    functions: options that may name a function, package.module:function, which is imported when they do.
     """
 
     starts: ClassVar[frozenset[str]] = frozenset()
     either: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    functions: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))

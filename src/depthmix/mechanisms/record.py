@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from depthmix.mechanisms import legacy
 from depthmix.support.files import FORMAT
 
 KEY = "_extra_state"  # the name that torch gives it
@@ -39,7 +40,8 @@ class Recorded(nn.Module):
         """Nothing is set: the options of `state` must be those that are here."""
         if isinstance(state, Tensor) and state.is_meta:
             return
-        saved, current = decode(state), json.loads(json.dumps(self.record()))
+        current = json.loads(json.dumps(self.record()))
+        saved = with_later_options(decode(state), current)
         differing = [key for key in {**current, **saved} if current.get(key, ABSENT) != saved.get(key, ABSENT)]
         if differing:
             lines = [
@@ -106,6 +108,13 @@ def decode(state: Any) -> dict[str, Any]:
     if number > FORMAT:
         raise ValueError(f"this state dict has format {number}; this version reads {FORMAT}. Install a newer depthmix")
     return dict(options)
+
+
+def with_later_options(saved: dict[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """A record with the options that came after it was written, at the values that compute what it meant."""
+    name = saved.get("mechanism", saved.get("kv_mixer"))
+    before = json.loads(json.dumps(legacy.DEFAULTS.get(name, {}))) if isinstance(name, str) else {}
+    return {**{key: value for key, value in before.items() if key in current}, **saved}
 
 
 def is_record(name: str) -> bool:

@@ -5,30 +5,51 @@ Axes: ... any leading shape, D channel, H head, S source.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from depthmix import ops
 from depthmix.mechanisms import arithmetic
-from depthmix.mechanisms.base import Coeff, DepthMixer, MixerConfig, PreNorm, Site, SourceWeights, State, option
-from depthmix.support.checks import check_divides, check_positive
+from depthmix.mechanisms.base import (
+    Coeff,
+    DepthMixer,
+    MixerConfig,
+    PreNorm,
+    Site,
+    SourceWeights,
+    State,
+    StateSpec,
+    option,
+)
+from depthmix.mechanisms.functions import ELU1, count_features, kernel_function, score_function, starts_uniform
+from depthmix.support.checks import check_divides, check_positive, check_range
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceAttentionConfig(MixerConfig):
     """How weights of sources are made; shared by the AttnRes family."""
 
-    query: Literal["static", "input"] = option("static", "a learned vector, or a projection of the newest source")
+    starts: ClassVar = frozenset({"query_init"})
+    functions: ClassVar = frozenset({"kernel", "score"})
+
+    query: Literal["static", "input"] = option("static", "a learned vector, or a projection (see query_from)")
+    query_from: Literal["newest", "read", "sum"] = option(
+        "newest", "what query='input' projects: the newest source, what was read last, or the sum of all sources"
+    )
+    query_init: float = option(0.0, "standard deviation of queries (or their projections) at the start")
     mixing: Literal["softmax", "sigmoid", "static", "linear"] = option(
         "softmax", "scores to weights; static: learned scalars; linear: a kernel"
     )
     key_norm: bool = option(True, "RMSNorm on keys")
     heads: int = option(1, "groups of channels with weights of their own")
     scale: float = option(1.0, "of the scores")
+    kernel: str = option(ELU1, "feature map of mixing='linear': elu1, or your own as package.module:function")
+    score: str | None = option(None, "your own score(query, key), as package.module:function; None: their dot product")
     eps: float = option(1e-6, "of the key norm")
 
     def check(self, *, dim: int, depth: int) -> None:
@@ -41,6 +62,32 @@ class SourceAttentionConfig(MixerConfig):
             )
         if self.scale != 1 and self.mixing not in ("softmax", "sigmoid"):
             raise ValueError(f"scale={self.scale} with mixing={self.mixing!r}; only softmax and sigmoid have logits")
+        self.check_query(depth)
+        self.check_functions(dim)
+
+    def check_query(self, depth: int) -> None:
+        check_range("query_init", self.query_init, 0)
+        if self.query_init and self.mixing == "static":
+            raise ValueError(f"query_init={self.query_init} with mixing='static', which has no query: leave it out")
+        if self.query_from != "newest" and self.query != "input":
+            raise ValueError(
+                f"query_from={self.query_from!r} with query={self.query!r}; expected query='input': a static query is "
+                "projected from nothing"
+            )
+
+    def check_functions(self, dim: int) -> None:
+        """Imports functions of one's own and tries them, so that a wrong one is named before anything runs."""
+        if self.kernel != ELU1 and self.mixing != "linear":
+            raise ValueError(f"kernel={self.kernel!r} with mixing={self.mixing!r}; expected mixing='linear'")
+        if self.score is not None and self.mixing not in ("softmax", "sigmoid"):
+            raise ValueError(f"score={self.score!r} with mixing={self.mixing!r}; expected softmax or sigmoid")
+        count_features(self.kernel, dim // self.heads)
+        starts_uniform(self.score, self.heads, dim // self.heads)
+
+    @property
+    def carries_read(self) -> bool:
+        """Whether what a site read travels to the next one, behind the sources."""
+        return self.query == "input" and self.query_from == "read"
 
     @property
     def has_key_weight(self) -> bool:
@@ -56,18 +103,21 @@ class SourceAttentionConfig(MixerConfig):
             return self.heads * sources
         return (dim if self.query == "static" else dim * dim) + dim * self.has_key_weight
 
-    def prenorm(self) -> PreNorm:
-        return "no" if self.mixing == "linear" else "exact" if self.counts_sources else "up to scale"
+    def prenorm(self, dim: int) -> PreNorm:
+        uniform = not self.query_init and starts_uniform(self.score, self.heads, dim // self.heads)
+        if self.mixing == "linear" or not uniform:
+            return "no"
+        return "exact" if self.counts_sources else "up to scale"
 
     def rank(self, dim: int, generic: int, extra: int = 0) -> int:
-        """Static queries over linear keys factor through the width of a head."""
+        """Static queries over linear keys factor through the features of a head."""
         factors = self.mixing == "linear" and self.query == "static"
-        return min(generic, dim // self.heads + extra) if factors else generic
+        return min(generic, count_features(self.kernel, dim // self.heads) + extra) if factors else generic
 
     @property
     def single_softmax(self) -> bool:
         """Whether a read is one softmax under a query known in advance: what `ops.read_one` computes."""
-        return self.query == "static" and self.mixing == "softmax" and self.heads == 1
+        return self.query == "static" and self.mixing == "softmax" and self.heads == 1 and self.score is None
 
     @property
     def read_options(self) -> ops.ReadOptions:
@@ -95,8 +145,16 @@ class SourceAttentionConfig(MixerConfig):
         return flops + sources * (key + 2 * dim + 2 * self.heads) + arithmetic.mixture(sources, dim)
 
     def direct_reads(self, sources: Sequence[int]) -> int:
-        """Widths that rows over this many sources read as keys and as values, the embedding not counted."""
-        return sum(n - 1 for n in sources) * (1 if self.mixing == "static" else 2)
+        """Widths that rows over this many sources read as keys and as values, the embedding not counted.
+
+        A query's own input is one of the keys; the sum reads all sources once more, what was read last is one tensor.
+        """
+        passes = 1 if self.mixing == "static" else 3 if self.query_from == "sum" else 2
+        return sum(n - 1 for n in sources) * passes + self.carried_reads(len(sources))
+
+    def carried_reads(self, rows: int) -> int:
+        """Widths of what was read last, over the first `rows` sites: written by each but the first, then read."""
+        return max(0, rows - 2) if self.carries_read else 0
 
 
 def check_count(scale_by_count: bool, mixing: str) -> None:
@@ -120,6 +178,8 @@ def options_of_family() -> tuple[dict[str, Any], ...]:
         {"heads": 2, "mixing": "static"},
         {"heads": 2, "mixing": "linear", "query": "input"},
         {"mixing": "sigmoid", "key_norm": False, "scale": 2.0},
+        {"query": "input", "query_from": "read", "query_init": 0.1},
+        {"query": "input", "query_from": "sum", "heads": 2},
     )
 
 
@@ -139,7 +199,7 @@ class SourceAttention(DepthMixer):
     def __init__(self, site: Site, config: Any) -> None:
         super().__init__(site, config)
         attends, dim, heads = self.attends(site), site.dim, config.heads
-        sources = self.expects.essential
+        sources = self.expects.essential  # of learned scalars: no read is carried beside them
         static = config.mixing == "static"
         shape = (dim,) if heads == 1 else (heads, dim // heads)
         scalars = (sources,) if heads == 1 else (heads, sources)
@@ -147,44 +207,82 @@ class SourceAttention(DepthMixer):
         self.add_parameter("query_proj", dim, dim, exists=attends and not static and config.query == "input")
         self.add_parameter("key_weight", dim, exists=attends and config.has_key_weight)
         self.add_parameter("logits", *scalars, exists=attends and static)
+        self.kernel, self.score = kernel_function(config.kernel), score_function(config.score)
+        self.has_read = self.holds_read(site)
+        self.hands_on_read = not site.is_out and self.holds_read(dataclasses.replace(site, index=site.index + 1))
+
+    def holds_read(self, site: Site) -> bool:
+        """Whether the state before `site` ends with what was read last; at site 1 that is the embedding itself."""
+        return bool(self.config.carries_read and site.index > 1 and self.attends(site))
+
+    def spec_of(self, site: Site, sources: int, sealed: int) -> StateSpec:
+        """Of so many sources, and what was read last behind them."""
+        count = sources + self.holds_read(site)
+        return StateSpec(((site.dim,),) * count, essential=count, sealed=sealed)
 
     def reset_parameters(self) -> None:
         for name, parameter in self.named_parameters(recurse=False):
-            nn.init.constant_(parameter, 1.0 if name == "key_weight" else 0.0)
+            if name in ("query", "query_proj") and self.config.query_init:
+                nn.init.normal_(parameter, std=self.config.query_init)
+            else:
+                nn.init.constant_(parameter, 1.0 if name == "key_weight" else 0.0)
 
     @property
     def groups(self) -> int:
         return int(self.config.heads)
 
-    def weights(self, sources: Sequence[Tensor]) -> Tensor:
+    def sources_in(self, state: State) -> State:
+        return state[:-1] if self.has_read else state
+
+    def weights(self, state: State) -> Tensor:
         """α [..., H, S]."""
-        config = self.config
+        config, sources = self.config, self.sources_in(state)
         if self.logits is not None:
             weights = torch.softmax(ops.wide(self.logits).view(config.heads, -1), -1)
             return weights * len(sources) if config.counts_sources else weights
-        if self.query_proj is not None:
-            query = ops.linear(ops.rms_norm(sources[-1], config.eps), self.query_proj)
-        else:
-            assert self.query is not None
-            query = ops.wide(self.query).flatten()
-        if self.key_weight is not None:
-            query = query * self.key_weight  # (1) γ in the query, 1/rms in the logit: no key is made
-        query = query.unflatten(-1, (config.heads, -1))  # [..., H, D/H]
+        query, heads = self.query_of(state), (config.heads, -1)  # [..., H, D/H] once it is unflattened
+        if config.mixing == "linear" or config.score is not None:
+            keys = [ops.key_of(v, self.key_weight, config.key_norm, config.eps) for v in sources]  # (1)
+            keys = [k.unflatten(-1, heads) for k in keys]
         if config.mixing == "linear":
-            keys = [ops.key_of(v, None, config.key_norm, config.eps) for v in sources]  # (1)
-            products = ops.scores([ops.elu1(k) for k in keys], ops.elu1(query))
+            features = self.kernel(query.unflatten(-1, heads))
+            products = torch.stack([(self.kernel(k) * features).sum(-1) for k in keys], -1)
             return products / products.sum(-1, keepdim=True)
-        scores = config.scale * ops.normed_scores(sources, query, config.key_norm, config.eps)  # (2)
+        if config.score is not None:
+            scores = torch.stack([self.score(query.unflatten(-1, heads), k) for k in keys], -1)
+        else:  # (1) γ in the query, 1/rms in the logit: no key is made
+            query = query if self.key_weight is None else query * self.key_weight
+            scores = ops.normed_scores(sources, query.unflatten(-1, heads), config.key_norm, config.eps)
+        scores = config.scale * scores  # (2)
         if config.mixing == "sigmoid":
             return torch.sigmoid(scores)
         weights = torch.softmax(scores, -1)  # (3)
         return weights * len(sources) if config.counts_sources else weights
 
+    def query_of(self, state: State) -> Tensor:
+        """w [D], or [..., D] where it depends on the input."""
+        if self.query_proj is None:
+            assert self.query is not None
+            return ops.wide(self.query).flatten()
+        if self.config.query_from == "sum":
+            origin = ops.weighted_sum(state, [None] * len(state))
+        else:  # what was read last stands behind the sources; at site 1 it is the embedding
+            origin = state[0] if self.config.carries_read and not self.has_read else state[-1]
+        return ops.linear(ops.rms_norm(origin, self.config.eps), self.query_proj)
+
     def coeff(self, state: State) -> Coeff:
         return self.weights(state) if self.attends(self.site) else None
 
     def combine(self, state: State, c: Coeff) -> Tensor:
-        return state[0] if c is None else ops.weighted_mixture(state, c)  # (4)
+        return state[0] if c is None else ops.weighted_mixture(self.sources_in(state), c)  # (4)
+
+    def grow(self, sources: State, v: Tensor) -> State:
+        """The sources once v is written."""
+        raise NotImplementedError("a subclass says which sources there are")
+
+    def update(self, state: State, c: Coeff, v: Tensor) -> State:
+        grown = self.grow(self.sources_in(state), v)
+        return (*grown, self.combine(state, c)) if self.hands_on_read else grown
 
     def source_names(self) -> tuple[str, ...]:
         """Of the sources that this site reads, oldest first; none where a subclass does not name them."""

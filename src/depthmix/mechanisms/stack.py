@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from depthmix.mechanisms.base import DepthMixer, Facts, Kind, Site, State, StateSpec
-from depthmix.mechanisms.make import check_sizes, make_config, make_sites
+from depthmix.mechanisms.make import check_order, check_sizes, make_config, make_sites
 from depthmix.mechanisms.record import Recorded
 from depthmix.mechanisms.registry import mechanism, name_of, naming_plugin
+from depthmix.mechanisms.sharing import share_parameters
 from depthmix.mechanisms.state import state_widths
 from depthmix.support.checks import check_range
 
@@ -27,11 +28,14 @@ class DepthStack(Recorded):
         dim: width D of the stream.
         depth: number of sublayers L; attention and MLP count separately.
         kinds: "attn" or "mlp" for each sublayer; by default they alternate, attention first.
+        order: for sublayers that run more than once, the sublayer of each of the `depth` executions: those of one
+            sublayer then share their parameters. By default every execution has its own.
         options: of the mechanism; `depthmix show NAME` lists them.
 
     It iterates over the L mixers; `out` is the mixer of the output row. State-dict names are `mixers.{i}.…` and
-    `out.…`, the same in a slice as in the whole. A state dict also holds the options that decide the function (see
-    `Recorded`), and loads into a stack with the same ones only; `load_converted` is for others.
+    `out.…`, the same in a slice as in the whole; with an `order`, i is the number of the sublayer, and execution 0 is
+    `mixers.first` where its sublayer runs again with other parameters. A state dict also holds the options that decide
+    the function (see `Recorded`), and loads into a stack with the same ones only; `load_converted` is for others.
 
     `stack(x, sublayers)` runs a network, `stack.bind(sublayers)` makes a module that does, and a loop of your own runs
     over `stack.pairs(sublayers)`. All three refuse a wrong number of sublayers; a plain `zip` would drop some of them.
@@ -44,6 +48,7 @@ class DepthStack(Recorded):
         dim: int,
         depth: int,
         kinds: Sequence[Kind] | None = None,
+        order: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -62,15 +67,39 @@ class DepthStack(Recorded):
             self.facts: Facts = cls.facts(self.config, dim=dim, depth=depth)
             if not isinstance(self.facts, Facts):
                 raise TypeError(f"facts returned a {type(self.facts).__name__}; expected a depthmix.Facts")
-            mixers = [cls(site, self.config) for site in sites]
-            self.mixers = nn.ModuleDict({str(i): mixer for i, mixer in enumerate(mixers[:-1])})
-            self.out: DepthMixer | None = mixers[-1]
+            *mixers, out = [cls(site, self.config) for site in sites]
+            self.hold(dict(enumerate(mixers)), self.name_mixers(mixers, order))
+            self.out: DepthMixer | None = out
+            if order is not None:
+                count = sum(parameter.numel() for parameter in self.parameters())
+                self.facts = dataclasses.replace(self.facts, parameters=count)
             self.bind_mixers()
             self.reset_parameters()
 
+    def name_mixers(self, mixers: Sequence[DepthMixer], order: Sequence[int] | None) -> list[str]:
+        """Names of the executions' parameters; those of one sublayer are shared where an order is given."""
+        self.shared = order is not None
+        if order is None:
+            return [str(i) for i in range(len(mixers))]
+        check_order(self.name, order, len(mixers))
+        return share_parameters(self.name, mixers, order)
+
+    def hold(self, runs: dict[int, DepthMixer], names: list[str]) -> None:
+        """Keep a mixer for each execution, and register each set of parameters once."""
+        self.runs, self.names = runs, names
+        self.mixers = nn.ModuleDict()
+        for i, mixer in runs.items():
+            if names[i] not in self.mixers:
+                self.mixers[names[i]] = mixer
+
     def record(self) -> dict[str, Any]:
-        """Of the whole network, in a slice too."""
-        return {"mechanism": self.registered, **self.config.function(dim=self.dim, depth=self.depth)}
+        """Of the whole network, in a slice too; shared parameters serve any number of executions."""
+        sizes = {"dim": self.dim, "depth": self.depth}
+        if self.shared:
+            options = {k: v for k, v in self.config.canonical(**sizes).items() if k not in self.config.starts}
+        else:
+            options = self.config.function(**sizes)
+        return {"mechanism": self.registered, **options}
 
     def bind_mixers(self) -> None:
         mixers = self.all_mixers()
@@ -78,15 +107,15 @@ class DepthStack(Recorded):
             mixer.bind(mixers[i:])
 
     def reset_parameters(self) -> None:
-        for mixer in self.all_mixers():
-            mixer.reset_parameters()
+        for mixer in (*self.mixers.values(), *([] if self.out is None else [self.out])):
+            mixer.reset_parameters()  # type: ignore[operator]
 
     def all_mixers(self) -> list[DepthMixer]:
         """The mixers of the sublayers and, where this part has it, of the output."""
         return [*self] if self.out is None else [*self, self.out]
 
     def __iter__(self) -> Iterator[DepthMixer]:
-        return iter(self.mixers.values())  # type: ignore[arg-type]
+        return iter(self.runs.values())
 
     def __len__(self) -> int:
         return self.hi - self.lo
@@ -95,7 +124,7 @@ class DepthStack(Recorded):
         """The mixer of sublayer `index`, counted from 0 in the whole network."""
         if not self.lo <= index < self.hi:
             raise IndexError(f"sublayer {index}; this stack holds {self.lo} to {self.hi - 1}")
-        return self.mixers[str(index)]  # type: ignore[return-value]
+        return self.runs[index]
 
     def begin(self, x: Tensor) -> State:
         """The state before sublayer 0, from the embedding `[..., dim]`."""
@@ -165,9 +194,9 @@ class DepthStack(Recorded):
         part = DepthStack.__new__(DepthStack)
         nn.Module.__init__(part)
         part.name, part.registered, part.dim, part.depth = self.name, self.registered, self.dim, self.depth
-        part.lo, part.hi = lo, hi
+        part.lo, part.hi, part.shared = lo, hi, self.shared
         part.config, part.facts = self.config, self.facts
-        part.mixers = nn.ModuleDict({str(i): copy.copy(self.mixers[str(i)]) for i in range(lo, hi)})
+        part.hold({i: copy.copy(self.runs[i]) for i in range(lo, hi)}, self.names)
         part.out = copy.copy(self.out) if hi == self.depth else None
         part.bind_mixers()
         part.training = self.training

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from depthmix.mechanisms import MixerConfig, kv_mechanism, legacy, make_config, mechanism
 from depthmix.mechanisms.base import MOST_DEPTH, MOST_DIM, Kind
-from depthmix.support.checks import check_divides, check_fields, check_positive, check_range
+from depthmix.support.checks import check_divides, check_fields, check_positive, check_range, make_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,7 @@ class LoopConfig:
     first: int
     last: int
     repeats: int
+    share_mixers: bool = False  # one mixer for each sublayer instead of each execution: `repeats` can change later
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -103,8 +104,8 @@ class DecoderConfig:
         put = object.__setattr__
         put(self, "mixer", Choice.of(self.mixer))
         put(self, "kv_mixer", None if self.kv_mixer is None else Choice.of(self.kv_mixer))
-        put(self, "moe", MoEConfig(**self.moe) if isinstance(self.moe, Mapping) else self.moe)
-        put(self, "loop", LoopConfig(**self.loop) if isinstance(self.loop, Mapping) else self.loop)
+        put(self, "moe", make_part(MoEConfig, "moe", self.moe))
+        put(self, "loop", make_part(LoopConfig, "loop", self.loop))
         check_fields(self)
         for name, most in (("vocab_size", MOST_DIM * 16), ("layers", MOST_DEPTH // 2)):
             check_range(name, getattr(self, name), 1, most)
@@ -200,9 +201,11 @@ class DecoderConfig:
         return fields
 
     def fingerprint(self) -> dict[str, Any]:
-        """`canonical` without the options that have the value which was their default in 0.1.0, whatever it is now: the
-        digest of a run of that version stays what it was."""
+        """`canonical` without what has the value that was its default in 0.1.0, whatever it is now, or that computes
+        what was computed then: the digest of a run of that version stays what it was."""
         fields = self.canonical()
+        if self.loop is not None and not self.loop.share_mixers:
+            del fields["loop"]["share_mixers"]
         for child, (config, sizes) in self.mixers().items():
             name = fields[child]["name"]
             if name in legacy.DEFAULTS:

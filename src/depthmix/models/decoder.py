@@ -28,7 +28,8 @@ class Decoder(Recorded):
 
     Attributes:
         sublayers: attention and MLP in turn, each with its PreNorm; weights exist once, however often they run.
-        depth: the mixers, one for each execution of a sublayer, and the output's.
+        depth: the mixers, one for each execution of a sublayer, and the output's; with `loop.share_mixers` those of one
+            sublayer share their parameters.
         kv_mixers: a `KVStack`, one mixer for each execution of an attention; or an empty list.
         checkpoint_every: sublayers in a segment whose activations are made again in the backward pass; None: all are
             kept. A segment hands on what the state's spec calls essential and nothing else.
@@ -151,10 +152,14 @@ class Decoder(Recorded):
 
 def make_mixers(config: DecoderConfig) -> tuple[DepthStack, KVStack | nn.ModuleList]:
     mixer, kv_mixer = config.mixer, config.kv_mixer
-    depth = DepthStack(mixer.name, dim=config.dim, depth=config.depth, kinds=config.kinds, **mixer.options)
+    share = config.loop is not None and config.loop.share_mixers
+    sublayers = [2 * layer + second for layer in config.layer_order for second in (0, 1)]
+    sizes = {"dim": config.dim, "depth": config.depth, "kinds": config.kinds, "order": sublayers if share else None}
+    depth = DepthStack(mixer.name, **sizes, **mixer.options)
     if kv_mixer is None:
         return depth, nn.ModuleList()
-    return depth, KVStack(kv_mixer.name, head_dim=config.width, order=config.layer_order, **kv_mixer.options)
+    order = config.layer_order
+    return depth, KVStack(kv_mixer.name, head_dim=config.width, order=order, share=share, **kv_mixer.options)
 
 
 def empty_decoder(config: DecoderConfig) -> Decoder:

@@ -52,7 +52,7 @@ def initialise(model: Decoder, seed: int | None = None) -> None:
 
 
 def named_mixers(model: Decoder) -> Iterator[tuple[str, DepthMixer | KVMixer]]:
-    """Mixers of both kinds: "0", "1", … "out", then "0", "1", … of the attentions."""
+    """Mixers of both kinds that own parameters: "0", "1", … "out", then "0", "1", … of the attentions."""
     yield from model.depth.mixers.named_children()  # type: ignore[misc]
     assert model.depth.out is not None
     yield "out", model.depth.out

@@ -1,4 +1,5 @@
-"""A decoder on disk: a directory with `model.safetensors` and `config.json`. Nothing in it is ever executed.
+"""A decoder on disk: a directory with `model.safetensors` and `config.json`. Nothing in it is ever executed, and a
+function that its configuration names (`package.module:function`) is imported only where the caller allows it.
 
 A save writes both files beside the old ones, flushes them, and renames the weights first. From then on the new weights
 belong to `config.json.new`, before that the old ones to `config.json`: the configuration names the size and the SHA-256
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthmix.mechanisms import kv_mechanism, mechanism
 from depthmix.mechanisms.record import is_record, with_records
-from depthmix.models.config import DecoderConfig
+from depthmix.models.config import Choice, DecoderConfig
 from depthmix.models.decoder import Decoder
 from depthmix.support.checks import check_device
 from depthmix.support.files import FORMAT, beside, digest, flush, format_of, read_json, read_tensors, version
@@ -53,16 +55,23 @@ def save_model(model: Decoder, directory: StrPath) -> None:
         flush(folder)
 
 
-def load_model(directory: StrPath, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Decoder:
+def load_model(
+    directory: StrPath,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    functions: bool = False,
+) -> Decoder:
     """The decoder that `save_model` wrote, in evaluation mode; `dtype` changes that of its parameters.
 
-    Everything is read and checked before anything is put into a model.
+    Everything is read and checked before anything is put into a model. Where its configuration names functions of your
+    own (options such as kernel and score), their modules are imported with `functions=True` only: that runs their code.
     """
     folder = Path(directory)
     check_device(device)
     if not folder.is_dir():
         raise FileNotFoundError(f"no directory {folder}; expected one that save_model wrote")
-    config = read_config(folder)
+    config = read_config(folder, functions)
     tensors, _ = read_tensors(folder / WEIGHTS, AGAIN)
     with torch.device("meta"):
         model = Decoder(config)
@@ -85,8 +94,8 @@ def check_weights(folder: Path) -> None:
     read_config(folder)
 
 
-def read_config(folder: Path) -> DecoderConfig:
-    """The configuration that belongs to the weights of `folder`."""
+def read_config(folder: Path, functions: bool = True) -> DecoderConfig:
+    """The configuration that belongs to the weights of `folder`; False refuses one that names functions to import."""
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file() and not (name == CONFIG and (folder / STAGED).is_file()):
             raise FileNotFoundError(
@@ -98,12 +107,29 @@ def read_config(folder: Path) -> DecoderConfig:
         description = read_description(path)
         problem = find_mismatch(folder / WEIGHTS, description["weights"])
         if problem is None:
+            if not functions:
+                refuse_functions(path, description["model"])
             try:
                 return DecoderConfig.from_saved(description["model"], description["format"])
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{path} describes no decoder of this version: {error}") from error
         problems.append(problem)
     raise ValueError(problems[0])
+
+
+def refuse_functions(path: Path, fields: Mapping[str, Any]) -> None:
+    """Before anything is imported: the functions that a configuration names."""
+    for child, get in (("mixer", mechanism), ("kv_mixer", kv_mechanism)):
+        if fields.get(child) is None:
+            continue
+        choice = Choice.of(fields[child])
+        for option in get(choice.name).Config.functions:
+            if ":" in str(value := choice.options.get(option)):
+                raise ValueError(
+                    f"{path} names the function {value} ({child}.{option}); loading this model imports it, which runs "
+                    "the code of its module. If you trust it: load_model(directory, functions=True), or "
+                    "`depthmix generate --functions`"
+                )
 
 
 def read_description(path: Path) -> dict[str, Any]:

@@ -31,6 +31,19 @@ def depth_attention(
     }
 
 
+def depth_attention_looped() -> dict[str, Any]:
+    """Depth-Attention's looped 500M (arXiv 2606.05014): the model of that size, all of its layers run 3 times.
+
+    The paper has one paragraph on it and no code: a layer that runs again takes the values of its own earlier runs as
+    extra sources. Ours, where it is silent: which layers are looped (all, as the model has no others); that the sources
+    of the stride stay (loop="both"), with the plain model's stride of 12, so that layers 0 and 12 are sources in every
+    loop; and the recipe of the loop itself, for which it cites other work.
+    """
+    plain = depth_attention(1152, 3072, 24, 18, 18, 12, 0.02)
+    mixer = {**plain["kv_mixer"], "loop": "both"}
+    return {**plain, "loop": {"first": 0, "last": 24, "repeats": 3}, "kv_mixer": mixer}
+
+
 def attnres(layers: int, dim: int, hidden: int) -> dict[str, Any]:
     """Attention Residuals (arXiv 2603.15031), Table 2: as many heads as layers, 8 of 64 experts and a shared one.
 
@@ -57,6 +70,7 @@ def attnres(layers: int, dim: int, hidden: int) -> dict[str, Any]:
 PRESETS: dict[str, dict[str, Any]] = {
     "depth-attention-360m": depth_attention(960, 2540, 24, 15, 15, 12, 0.02),
     "depth-attention-500m": depth_attention(1152, 3072, 24, 18, 18, 12, 0.02),
+    "depth-attention-500m-x3": depth_attention_looped(),
     "depth-attention-710m": depth_attention(1280, 3072, 32, 20, 20, 16, 0.02),
     "depth-attention-1.5b": depth_attention(1536, 4096, 48, 24, 6, 24, 0.01),
     "depth-attention-3b": depth_attention(2048, 6912, 48, 32, 8, 24, 0.01),

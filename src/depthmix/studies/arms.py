@@ -16,7 +16,7 @@ from depthmix.support.checks import split_pair
 from depthmix.training import TrainConfig, flops_per_token, override
 from depthmix.training.diagnostics import least_interval
 from depthmix.training.dial import learning_rate
-from depthmix.training.overrides import check_excluding
+from depthmix.training.overrides import check_excluding, override_all
 
 TIMES_PER_RUN = {
     "validate_every": 25,
@@ -166,16 +166,13 @@ def variants(grid: Grid, size: Size) -> Iterator[tuple[str, TrainConfig]]:
             size.depth, mixer, tokenizer=grid.tokenizer, tokens=1, **model
         )  # steps come later
         config = override(config, "data.source", grid.data)
-        for key, value in grid.settings.items():
-            config = override(config, key, value) if applies(config, key) else config
+        config = override_all(config, grid.settings.items(), applies)
         rate = grid.rates.get(mixer)
         config = with_changes(config, rate)
         derived = rate is None and "optimizer.lr" not in (*grid.settings, *grid.sweeps)
         keys = [key for key in grid.sweeps if applies(config, key)]
         for values in itertools.product(*(grid.sweeps[key] for key in keys)):
-            varied = config
-            for key, value in zip(keys, values, strict=True):
-                varied = override(varied, key, value)
+            varied = override_all(config, zip(keys, values, strict=True))
             if derived:  # each optimiser has its own
                 varied = with_changes(varied, learning_rate(varied.model.dim, varied.optimizer.name))
             words = [f"{key.rsplit('.', 1)[-1]}={value}" for key, value in zip(keys, values, strict=True)]

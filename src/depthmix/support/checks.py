@@ -11,7 +11,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -106,6 +106,25 @@ def import_package(module: str, needed_by: str, install: str) -> Any:
         ) from None
 
 
+def import_function(option: str, name: str, others: str = "") -> Any:
+    """The function behind `package.module:function`. Importing it runs the code of its module."""
+    module, sign, attribute = name.partition(":")
+    if not (module and sign and attribute):
+        raise ValueError(f"{option}={name!r}; expected {others}package.module:function, such as torch:exp")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"{option}={name!r} cannot be imported ({type(error).__name__}: {error}). Install its package, or put the "
+            "folder of its module on PYTHONPATH"
+        ) from error
+    if not callable(found):
+        raise ValueError(f"{option}={name!r} is a {type(found).__name__}; expected a function")
+    return found
+
+
 def check_option(name: str, value: object, hint: Any) -> None:
     choices = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
@@ -174,3 +193,18 @@ def check_fields(config: Any) -> None:
                 raise ValueError(f"{field.name}={value!r}; expected a {kind.__name__}")
         else:
             check_option(field.name, value, hint)
+
+
+def make_part(cls: type, name: str, given: Any) -> Any:
+    """A part of a configuration from the mapping that a file or a command line gives; anything else stays as it is."""
+    if not isinstance(given, Mapping):
+        return given
+    fields = dataclasses.fields(cls)
+    known = [field.name for field in fields]
+    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
+    if unknown := [key for key in given if key not in known]:
+        hint = did_you_mean(unknown[0], known)
+        raise ValueError(f"{name} has no field {unknown[0]!r}. {hint}Known: {', '.join(known)}")
+    if missing := [f"{name}.{key}" for key in needed if key not in given]:
+        raise ValueError(f"{' and '.join(missing)} must be set too: {name} needs {', '.join(needed)}")
+    return cls(**given)

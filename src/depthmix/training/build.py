@@ -96,7 +96,7 @@ def open_run(folder: Path, device: torch.device | str) -> tuple[Decoder, str]:
     if (folder / "final").is_dir() and (folder / "result.json").is_file():
         result = read_object(folder / "result.json", RESULT_AGAIN, ("data_digest",))
         format_of(result, folder / "result.json")
-        return load_model(folder / "final", device=device), result["data_digest"]
+        return load_model(folder / "final", device=device, functions=True), result["data_digest"]
     config = read_config(folder)
     newest = checkpoint.load_latest(folder / "checkpoints")
     if newest is None:

@@ -1,8 +1,8 @@
-"""Setting one field of a configuration by its dotted key."""
+"""Setting fields of a configuration by their dotted keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from depthmix.mechanisms import kv_mechanism, mechanism
@@ -11,7 +11,8 @@ from depthmix.training.config import TrainConfig
 from depthmix.training.identity import leaves
 
 MECHANISMS = (["model", "mixer"], ["model", "kv_mixer"])
-OPEN = (*MECHANISMS, ["model", "moe"], ["model", "loop"])  # children that may take fields which are not set yet
+TOGETHER = ("model.moe", "model.loop")  # children whose fields make sense together only
+OPEN = (*MECHANISMS, *(child.split(".") for child in TOGETHER))  # children that may take fields which are not set yet
 
 
 def override(config: TrainConfig, key: str, value: Any) -> TrainConfig:
@@ -37,6 +38,42 @@ def override(config: TrainConfig, key: str, value: Any) -> TrainConfig:
         except (TypeError, ValueError) as error:
             problem = problem or error
     raise ValueError(f"{key}={value!r}: {problem}")
+
+
+def override_all(
+    config: TrainConfig,
+    pairs: Iterable[tuple[str, Any]],
+    applies: Callable[[TrainConfig, str], bool] = lambda config, key: True,
+) -> TrainConfig:
+    """`override` for several keys, the later ones last; a key that does not apply is left out.
+
+    Fields of a loop or of a mixture of experts are set together, at the last of them.
+    """
+    waiting = [(key, value, key.rpartition(".")[0]) for key, value in pairs]
+    together: dict[str, dict[str, Any]] = {}
+    while waiting:
+        key, value, child = waiting.pop(0)
+        if child in TOGETHER:
+            together.setdefault(child, {})[key] = value
+            if all(child != later for _, _, later in waiting):
+                config = set_together(config, child.rpartition(".")[2], together.pop(child))
+        elif applies(config, key):
+            config = override(config, key, value)
+    return config
+
+
+def set_together(config: TrainConfig, child: str, given: dict[str, Any]) -> TrainConfig:
+    """A copy with these fields of `model.child`; others keep the value that they have."""
+    fields = config.to_dict()
+    current = fields["model"][child] or {}
+    named = {key.rpartition(".")[2]: value for key, value in given.items()}
+    parsed = {name: parse_like(current.get(name), value) for name, value in named.items()}
+    fields["model"][child] = {**current, **parsed}
+    try:
+        return TrainConfig.from_dict(fields)
+    except (TypeError, ValueError) as error:
+        listed = ", ".join(f"{key}={value}" for key, value in given.items())
+        raise ValueError(f"{listed}: {error}") from error
 
 
 def find_section(fields: dict[str, Any], path: list[str], key: str) -> dict[str, Any]:
