@@ -21,7 +21,7 @@ from depthmix.ops.attend import torch_form
 from tests.cases import EVERY_CASE, label
 from tests.flop_mode import FlopMode, flops_per_token
 
-# A width where what counts is of width D, and one where the numbers per source or row weigh as well. A forgotten term of
+# A width where terms of width D decide, and one where the numbers per source or row weigh as well. A forgotten term of
 # the first kind is 10 % or more of a read, a forgotten softmax 8 % at width 8. What differs is how a root is taken.
 TOLERANCE = {64: 0.02, 8: 0.06}
 DEPTH = 9
@@ -125,7 +125,8 @@ def test_stated_flops_of_values_are_those_of_every_operation(
 D, L = 32, 3
 NORM = 2 * D + 2  # D squares, their mean, eps and the root
 HAND = {  # three sublayers of width 32, by their equations
-    # Sites 2, 3 and the output read 2, 3 and 4 sources; each: norm, dot product, times 1/rms and scale, softmax, mixture.
+    # Sites 2, 3 and the output read 2, 3 and 4 sources; of each the norm, the dot product, times 1/rms and scale, softmax
+    # and mixture.
     "attnres": (2 + 3 + 4) * (NORM + 2 * D + 2 + 4 + 2 * D),
     # Blocks of 2: 2, 2 and 3 sources; the second sublayer is added to a partial.
     "block_attnres": (2 + 2 + 3) * (NORM + 2 * D + 2 + 4 + 2 * D) + D,
@@ -147,8 +148,8 @@ HAND = {  # three sublayers of width 32, by their equations
     "mhc_lite": (8 * D + 2) * 3 + (28 + 2 * 32) * (8 * D + 3) + (4 + 2 * 8) * 2 + 3 * (96 + 768) + 3 * 4 * 12 * D,
     # Four gates: norm, its product, square, weight, sum, scale and σ of one head. x + v, λ o + a v, x + γ o; λ a_0.
     "mrla": 4 * (NORM + 4 * D + 2) + 3 * (D + 3 * D + 2 * D) + D,
-    # Read 2·D at four sites. Two rows for β and the target, 1/rms; bias, σ, 2; the key's length and the key; recall, gap
-    # times β, rewrite.
+    # Read 2·D at four sites. Two rows for β and the target, 1/rms; bias, σ, 2; the key's length and the key; recall,
+    # gap times β, rewrite.
     "ddl": 4 * 2 * D + 3 * (NORM + 2 * (2 * D + 1) + 3 + (NORM + D + 1) + 2 * D + 2 + 2 * D),
     # Four keys of 4 numbers; k vᵀ of the embedding, k vᵀ and an addition for three outputs; three reads.
     "linear_attention": 4 * (NORM + 4 * (2 * D + 2)) + 4 * D + 3 * 8 * D + 3 * 8 * D,

@@ -110,7 +110,7 @@ def test_a_baseline_with_dear_reads_gets_fewer_tokens_for_the_same_compute() -> 
         arms = make_arms(grid(mixer, sizes=sizes, settings={**SMALL, "run.steps": "3000"}), equal_compute(None))
         steps[mixer] = [arm.config.run.steps for arm in arms]
     assert steps["attnres"][0] == steps["residual"][0] == 3000
-    assert steps["attnres"][1] < 0.8 * steps["residual"][1]
+    assert steps["attnres"][1] < 0.9 * steps["residual"][1]
 
 
 def test_a_length_or_a_size_that_is_none_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
