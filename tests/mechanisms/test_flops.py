@@ -125,7 +125,7 @@ def test_stated_flops_of_values_are_those_of_every_operation(
 D, L = 32, 3
 NORM = 2 * D + 2  # D squares, their mean, eps and the root
 HAND = {  # three sublayers of width 32, by their equations
-    # Sites 2, 3 and the output read 2, 3 and 4 sources; of each the norm, the dot product, times 1/rms and scale, softmax
+    # Sites 2, 3 and the output read 2, 3 and 4 sources; of each norm, dot product, times 1/rms and scale, softmax
     # and mixture.
     "attnres": (2 + 3 + 4) * (NORM + 2 * D + 2 + 4 + 2 * D),
     # Blocks of 2: 2, 2 and 3 sources; the second sublayer is added to a partial.
