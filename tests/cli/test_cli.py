@@ -19,6 +19,7 @@ def test_list_names_every_mechanism(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for name in dm.list_mechanisms():
         assert name in out
+    assert "FLOPs    of the forward pass per token and sublayer, over D" in out
     assert all(len(line) <= 80 for line in out.splitlines()), "fits a plain terminal"
 
 
@@ -29,6 +30,9 @@ def test_list_as_json_holds_the_facts(capsys: pytest.CaptureFixture[str]) -> Non
     assert rows["depth_attention"]["kind"] == "kv"
     assert rows["attnres"]["parameters"] == 2 * 6 * 64
     assert rows["attnres"]["two_phase"] is True
+    assert (rows["residual"]["flops"], rows["residual"]["forward_flops"]) == (6 * 64, 6 * 64)
+    assert rows["attnres"]["forward_flops"] == rows["attnres"]["flops_two_phase"] < rows["attnres"]["flops"]
+    assert rows["value_residual"]["flops"] == 3 * 64 * (3 - 1), "three attention layers"
     assert rows["residual"]["preserves_prenorm"] == "exact"
     assert rows["mhc"]["rank"] == 4
     assert rows["ddl"]["rank"] is None
@@ -72,7 +76,8 @@ def test_show_sets_equations_against_code(name: str, capsys: pytest.CaptureFixtu
     out = capsys.readouterr().out
     assert name in out
     assert ".py:" in out
-    assert ("Options" if name in dm.list_mechanisms(kind="kv") else "parameters") in out
+    assert "parameters" in out
+    assert "FLOPs per token, forward" in out
 
 
 def test_show_takes_options_and_sizes(capsys: pytest.CaptureFixture[str]) -> None:

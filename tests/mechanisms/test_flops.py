@@ -21,8 +21,8 @@ from depthmix.ops.attend import torch_form
 from tests.cases import EVERY_CASE, label
 from tests.flop_mode import FlopMode, flops_per_token
 
-# A width where what counts is of width D, and one where the numbers per source or row weigh as well. A forgotten term
-# of the first kind is 10 % or more of a read, a forgotten softmax 8 % at width 8. What differs is how a root is taken.
+# A width where terms of width D decide, and one where the numbers per source or row weigh as well. A forgotten term of
+# the first kind is 10 % or more of a read, a forgotten softmax 8 % at width 8. What differs is how a root is taken.
 TOLERANCE = {64: 0.02, 8: 0.06}
 DEPTH = 9
 # In the split form of a trace these do again what `read` carries over, and ddl makes its key.
@@ -125,7 +125,8 @@ def test_stated_flops_of_values_are_those_of_every_operation(
 D, L = 32, 3
 NORM = 2 * D + 2  # D squares, their mean, eps and the root
 HAND = {  # three sublayers of width 32, by their equations
-    # Sites 2, 3 and the output read 2, 3 and 4 sources; each: norm, dot product, 1/rms and scale, softmax, mixture.
+    # Sites 2, 3 and the output read 2, 3 and 4 sources; of each norm, dot product, times 1/rms and scale, softmax
+    # and mixture.
     "attnres": (2 + 3 + 4) * (NORM + 2 * D + 2 + 4 + 2 * D),
     # Blocks of 2: 2, 2 and 3 sources; the second sublayer is added to a partial.
     "block_attnres": (2 + 2 + 3) * (NORM + 2 * D + 2 + 4 + 2 * D) + D,

@@ -103,6 +103,16 @@ def test_shapes_get_the_same_compute() -> None:
     assert [arm.baseline for arm in arms] == [None, "residual 2x64", "residual 2x64", "residual 8x32"]
 
 
+def test_a_baseline_with_dear_reads_gets_fewer_tokens_for_the_same_compute() -> None:
+    steps = {}
+    for mixer in ("residual", "attnres"):
+        sizes = [Size.of("2x16"), Size.of("24x16")]
+        arms = make_arms(grid(mixer, sizes=sizes, settings={**SMALL, "run.steps": "3000"}), equal_compute(None))
+        steps[mixer] = [arm.config.run.steps for arm in arms]
+    assert steps["attnres"][0] == steps["residual"][0] == 3000
+    assert steps["attnres"][1] < 0.9 * steps["residual"][1]
+
+
 def test_a_length_or_a_size_that_is_none_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     for given, words in (
         (["compare", "--depth", "2", "--tokens", "-5"], "-5 tokens for a run; expected a number above 0"),

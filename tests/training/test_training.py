@@ -226,9 +226,10 @@ def test_flops_are_counted_by_hand(tmp_path: Path) -> None:
     d, layers, row = config.dim, config.layers, 16
     layer = 4 * d * d + 3 * d * config.hidden + 2 * d + 2 * config.width
     used = layers * layer + d + config.vocab_size * d
-    assert flops_per_token(config, row) == 6 * used + 12 * layers * d * (row + 1) // 2
+    added = 3 * 2 * d  # by the residual, twice in a layer
+    assert flops_per_token(config, row) == 6 * used + layers * (12 * d * (row + 1) // 2 + added)
     looped = dataclasses.replace(config, loop=dm.LoopConfig(first=0, last=1, repeats=3))
-    assert flops_per_token(looped, row) == 6 * (used + 2 * layer) + 12 * (layers + 2) * d * (row + 1) // 2
+    assert flops_per_token(looped, row) == 6 * (used + 2 * layer) + (layers + 2) * (12 * d * (row + 1) // 2 + added)
 
 
 FORMS: dict[str, dict[str, Any]] = {
