@@ -17,7 +17,7 @@ from depthmix.mechanisms.record import KEY
 from tests.cases import DEFAULTS, EVERY_CASE, EVERY_MECHANISM
 
 COMPILED = [  # options that lead to other code than the defaults
-    ("attnres", {"query": "input", "heads": 2}),
+    ("attnres", {"query": "input", "heads": 2, "query_from": "read", "score": "torch.linalg:vecdot"}),
     ("attnres", {"mixing": "linear"}),
     ("attnres", {"window": 2}),
     ("block_attnres", {"mixing": "static", "block_sublayers": 4}),

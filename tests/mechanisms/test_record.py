@@ -114,6 +114,24 @@ def test_rules_that_came_later_leave_the_records_and_digests_of_linear_attention
         assert dm.DecoderConfig.from_depth(4, mixer=mixer).fingerprint()["mixer"] == mixer
 
 
+def without(state: dict[str, Tensor], *options: str) -> dict[str, Tensor]:
+    """As a version wrote it that did not have these options yet."""
+    record = {k: v for k, v in json.loads(bytes(state[KEY].tolist())).items() if k not in options}
+    return {**state, KEY: torch.tensor(list(json.dumps(record).encode().ljust(1024)), dtype=torch.uint8)}
+
+
+def test_a_record_without_a_later_option_means_what_was_computed_then(no_warning: None) -> None:
+    """An option that came later has the value that computes the same; another value is another function."""
+    later = ("query_from", "kernel", "score")
+    state = without(dm.DepthStack("attnres", dim=8, depth=4, query="input").state_dict(), *later)
+    dm.DepthStack("attnres", dim=8, depth=4, query="input").load_state_dict(state)
+    with pytest.raises(ValueError, match="query_from is 'newest' there and 'read' here"):
+        dm.DepthStack("attnres", dim=8, depth=4, query="input", query_from="read").load_state_dict(state)
+    other = {**state, KEY: blocks(4, depth=4).state_dict()[KEY]}
+    with pytest.raises(ValueError, match=r"window is '\(no such option\)' there and None here"):
+        dm.DepthStack("attnres", dim=8, depth=4, query="input").load_state_dict(other)
+
+
 # Ways to load
 
 

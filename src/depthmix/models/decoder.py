@@ -154,8 +154,8 @@ def make_mixers(config: DecoderConfig) -> tuple[DepthStack, KVStack | nn.ModuleL
     mixer, kv_mixer = config.mixer, config.kv_mixer
     share = config.loop is not None and config.loop.share_mixers
     sublayers = [2 * layer + second for layer in config.layer_order for second in (0, 1)]
-    sizes = {"dim": config.dim, "depth": config.depth, "kinds": config.kinds, "order": sublayers if share else None}
-    depth = DepthStack(mixer.name, **sizes, **mixer.options)
+    sizes: dict[str, Any] = {"dim": config.dim, "depth": config.depth, "kinds": config.kinds}
+    depth = DepthStack(mixer.name, **sizes, order=sublayers if share else None, **mixer.options)
     if kv_mixer is None:
         return depth, nn.ModuleList()
     order = config.layer_order
