@@ -114,7 +114,7 @@ class AttnRes(TwoPhaseAttention):
             writes=writes * dim,
             two_phase=shares,
             row_sums=None if sums is None else tuple(float(n if config.scale_by_count else 1) for n in rows),
-            flops=sum(config.read_flops(dim, n) for n in rows[1:]),
+            flops=sum(config.read_flops(dim, n) for n in rows[1:]) + config.carried_flops(dim, rows[1:-1]),
             flops_two_phase=cls.two_phase_flops(config, dim, rows) if shares else None,
             note=f"groups of {size} sublayers share a pass over what is below them" if shares else "",
         )

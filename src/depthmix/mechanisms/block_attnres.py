@@ -119,7 +119,9 @@ class BlockAttnRes(TwoPhaseAttention):
             reads=reads * dim,
             writes=writes * dim,
             two_phase=shares,
-            flops=sum(config.read_flops(dim, n) for n in rows[1:]) + added * dim,
+            flops=sum(config.read_flops(dim, n) for n in rows[1:])
+            + config.carried_flops(dim, rows[1:-1])
+            + added * dim,
             flops_two_phase=cls.two_phase_flops(config, dim, rows) + added * dim if shares else None,
             note=config.layout(depth),
         )

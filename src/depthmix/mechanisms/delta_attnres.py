@@ -48,6 +48,7 @@ class DeltaAttnRes(SourceAttention):
             writes=(1 + (summed + config.carried_reads(depth)) / depth) * dim,
             row_sums=tuple(rows) if normalised else None,
             flops=sum(config.read_flops(dim, n) + cls.sum_flops(config, dim, n) for n in range(2, depth + 1))
+            + config.carried_flops(dim, range(2, depth))
             + (1 if cls.sums(config) and depth > 1 else depth) * dim,  # the output's sum
         )
 
@@ -90,7 +91,8 @@ class DeltaAttnRes(SourceAttention):
         return None if c is None else SourceWeights(c - 1, output_names(1, self.site.index))
 
     def streams(self, state: State) -> State:
-        return (ops.weighted_sum(state, [None] * len(state)),)
+        sources = state[:-1] if self.hands_on_read else state
+        return (ops.weighted_sum(sources, [None] * len(sources)),)
 
     def read(self, state: State) -> tuple[Tensor, Any]:
         if not self.carries:

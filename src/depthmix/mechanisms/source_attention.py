@@ -6,7 +6,7 @@ Axes: ... any leading shape, D channel, H head, S source.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -125,24 +125,35 @@ class SourceAttentionConfig(MixerConfig):
 
     def attend_flops(self, dim: int, sources: int, queries: int = 1, prior: int = 0) -> int:
         """Of one pass in which so many queries attend over sources, each with `prior` mixtures of known logits too."""
-        joined = sources + prior
-        logits = sources * (2 * dim + self.heads * (self.key_norm + 1))  # dot product, times 1/rms and scale
+        joined, normed = sources + prior, sources * self.key_norm
+        norms, logits = normed * arithmetic.inverse_rms(dim), sources * (2 * dim + self.heads)  # dot product, scale
+        if self.score is None:
+            logits += normed * self.heads  # times 1/rms
+        else:  # keys are made, times γ
+            norms += normed * 2 * dim
         weights = self.heads * (joined if self.mixing == "sigmoid" else arithmetic.softmax(joined))
-        norms = sources * self.key_norm * arithmetic.inverse_rms(dim)
         return norms + queries * (logits + weights + arithmetic.mixture(joined, dim))
 
     def read_flops(self, dim: int, sources: int) -> int:
-        """Of one read over this many sources, at least 2."""
+        """Of one read over this many sources, at least 2. A score of one's own counts as the dot product, a kernel of
+        one's own as one operation for each number."""
         if self.mixing == "static":
             return arithmetic.mixture(sources, dim)
         flops = dim if self.counts_sources else 0
         if self.query == "input":
-            flops += arithmetic.rms_norm(dim) + arithmetic.linear(dim, dim) + dim * self.has_key_weight
+            flops += arithmetic.rms_norm(dim) + arithmetic.linear(dim, dim)
+            flops += dim * (self.has_key_weight and self.score is None) + (sources - 1) * dim * (
+                self.query_from == "sum"
+            )
         if self.mixing != "linear":
             return flops + self.attend_flops(dim, sources)
-        flops += arithmetic.elu1(dim) * (self.query == "input")
-        key = arithmetic.rms_norm(dim) * self.key_norm + arithmetic.elu1(dim)
-        return flops + sources * (key + 2 * dim + 2 * self.heads) + arithmetic.mixture(sources, dim)
+        features = arithmetic.elu1(dim) if self.kernel == ELU1 else dim
+        key = arithmetic.rms_norm(dim) * self.key_norm + features + 2 * dim + 2 * self.heads
+        return flops + features * (self.query == "input") + sources * key + arithmetic.mixture(sources, dim)
+
+    def carried_flops(self, dim: int, sources: Iterable[int]) -> int:
+        """Of what rows over this many sources hand on as read last: the write makes it once more."""
+        return sum(arithmetic.mixture(n, dim) for n in sources) if self.carries_read else 0
 
     def direct_reads(self, sources: Sequence[int]) -> int:
         """Widths that rows over this many sources read as keys and as values, the embedding not counted.
