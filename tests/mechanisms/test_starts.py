@@ -420,7 +420,7 @@ def test_keys_of_mrla_start_by_the_width_of_a_head(dim: int, width: int, form: s
 @pytest.mark.parametrize("name", ["mhc", "mhc_lite"])
 def test_the_biases_of_mhc_read_the_mean_and_write_one(name: str, streams: int) -> None:
     """What the numbers of the table mean: H_pre is 1/m, H_post is 1."""
-    stack = dm.DepthStack(name, dim=4, depth=3, streams=streams).double()
+    stack = dm.DepthStack(name, dim=4, depth=3, streams=streams, start="prenorm").double()
     stack.reset_parameters()
     x = torch.randn(5, 4, dtype=torch.float64)
     state = stack.begin(x)

@@ -41,7 +41,7 @@ def other_defaults() -> Iterator[None]:
         "block_attnres": {"eps": 1e-2, "scale": 2.0},
         "attnres": {"eps": 1e-2, "window": 2},
         "ddl": {"eps": 1e-2, "key_eps": 1e-2},
-        "mhc": {"eps": 1e-2, "iterations": 1, "readout": "sum", "scale_init": 0.5},
+        "mhc": {"eps": 1e-2, "iterations": 1, "readout": "sum", "start": "lite", "output_scale": 0.5},
         "depth_attention": {"window": 2, "rule": "uniform"},
         "value_residual": {"learned": False, "own": 3.0},
     }

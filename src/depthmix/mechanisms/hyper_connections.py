@@ -122,13 +122,13 @@ class HyperConnections(StreamMixer):
     takes_decay = frozenset({"w_m", "w_r", "w_b"})
     variants = (
         {},
-        {"dynamic": False},
-        {"dynamic": False, "transition": "identity", "readout": "learned"},
-        {"streams": 2, "transition": "identity", "readout": "sum"},
+        {"start": "prenorm", "dynamic": False},
+        {"start": "scaled", "dynamic": False, "transition": "identity", "readout": "learned"},
+        {"start": "lite", "streams": 2, "transition": "identity", "readout": "sum"},
         {"streams": 3, "tanh": False, "readout": "learned"},
         {"streams": 1},
-        {"streams": 3, "start": "parted"},
-        {"dynamic": False, "start": "megatron", "output_scale": 0.5},
+        {"start": "parted", "streams": 3},
+        {"start": "megatron", "dynamic": False, "output_scale": 0.5},
     )
     alpha_m: Tensor | None
     alpha_r: Tensor | None

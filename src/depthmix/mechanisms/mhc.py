@@ -92,11 +92,12 @@ class ManifoldHyperConnections(StreamMixer):
     takes_decay = frozenset({"projection"})
     variants: ClassVar[tuple[Mapping[str, Any], ...]] = (
         {},
-        {"scale_init": 0.01, "eps": 1e-6, "readout": "learned"},
-        {"streams": 2, "transition": "identity", "readout": "sum"},
-        {"streams": 3, "iterations": 1, "start": "parted"},
+        {"start": "megatron", "scale_init": 0.01, "eps": 1e-6, "readout": "learned"},
+        {"start": "hyper", "streams": 2, "transition": "identity", "readout": "sum"},
+        {"start": "parted", "streams": 3, "iterations": 1},
+        {"start": "scaled", "streams": 3},
         {"start": "lite", "transition": "identity"},
-        {"streams": 2, "start": "lucidrains", "output_scale": 0.5},
+        {"start": "lucidrains", "streams": 2, "output_scale": 0.5},
     )
 
     projection: Tensor | None

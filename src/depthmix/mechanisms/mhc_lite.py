@@ -81,9 +81,11 @@ class LiteHyperConnections(ManifoldHyperConnections):
     variants = (
         {},
         {"start": "paper"},
-        {"streams": 3, "readout": "learned", "start": "parted"},
-        {"streams": 2, "readout": "sum"},
-        {"transition": "identity", "start": "hyper"},
+        {"start": "parted", "streams": 3, "readout": "learned"},
+        {"start": "megatron", "streams": 2, "readout": "sum"},
+        {"start": "hyper", "transition": "identity"},
+        {"start": "lite", "streams": 2, "output_scale": 0.7},
+        {"start": "scaled", "streams": 3},
     )
 
     @classmethod

@@ -120,7 +120,8 @@ def check_output_scale(config: Any, widest: float = math.inf) -> None:
     """`widest`: what a coefficient must stay below."""
     if config.output_scale is not None:
         check_positive("output_scale", config.output_scale)
-        most = config.output_scale * widest / max(written(config, 0))
+        write = start_of(config).write(config.streams, 0)
+        most = widest / max(write) * sum(write) / config.streams
         if not config.output_scale < most:
             raise ValueError(
                 f"output_scale={config.output_scale} with start={config.start!r} and {config.streams} streams; expected"
@@ -128,8 +129,8 @@ def check_output_scale(config: Any, widest: float = math.inf) -> None:
             )
 
 
-def starts_as(config: Any, depth: int, *, steady: bool = True) -> PreNorm:
-    """How the rows of M start for readout "mean"; `steady`: coefficients depend on no activation at first.
+def starts_as(config: Any, depth: int) -> PreNorm:
+    """How the rows of M start with readout "mean", where coefficients depend on no activation at first.
 
     Where the reads of a site, or all writes, are the same for every stream, the transition (doubly stochastic at first)
     has no effect: M is the sum of what is read times the mean of what is written.
@@ -137,6 +138,6 @@ def starts_as(config: Any, depth: int, *, steady: bool = True) -> PreNorm:
     reads = [start_of(config).read(config.streams, site) for site in range(1, depth)]
     writes = [written(config, site) for site in range(depth)]
     plain = all(len({*read}) == 1 for read in reads) or all(len({*write}) == 1 for write in writes)
-    if not (steady and plain) or any(abs(sum(w) / config.streams - 1) > 1e-12 for w in writes):
+    if not plain or any(abs(sum(w) / config.streams - 1) > 1e-12 for w in writes):
         return "no"
     return "exact" if all(abs(sum(read) - 1) <= 1e-12 for read in reads) else "up to scale"
