@@ -22,14 +22,17 @@ def run(dim: int = 768, depth: int = 24, json: bool = False) -> int:
         json: print a list of objects instead of a table.
     """
     names, broken = survey("depth")
-    rows = []
-    for name in names:
+    rows: list[dict[str, Any]] = []
+    values: list[dict[str, Any]] = []
+    for name in (*names, *survey("kv")[0]):
         try:
             with naming_plugin(name):
-                rows.append(describe(on_meta(name, dim, depth)))
+                if name in names:
+                    rows.append(describe(on_meta(name, dim, depth)))
+                else:
+                    values.append(describe_kv(name, depth))
         except PluginError as error:
             broken[name] = error
-    values = [describe_kv(name, depth) for name in survey("kv")[0]]
     for reason in broken.values():
         say(f"depthmix: {reason}. It is left out")
     if json:
