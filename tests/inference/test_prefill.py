@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,3 +146,12 @@ def test_what_is_no_size_is_refused(text: Any) -> None:
 def test_a_limit_that_is_no_size_is_told_before_anything_runs() -> None:
     with pytest.raises(ValueError, match="memory='much'; expected a number of bytes"):
         stream(tiny(), [[1]], max_new_tokens=1, prefill_memory="much")
+
+
+def test_the_example_measures_both_ways_of_reading() -> None:
+    path = Path(__file__).parents[2] / "examples" / "long_prompt.py"
+    measure = runpy.run_path(str(path))["measure"]
+    whole, chunked = (measure("block_attnres", 192, limit).strip("| ").split(" | ") for limit in ("none", "1MB"))
+    assert whole[:3] == ["block_attnres", "none", "192"]
+    assert int(chunked[2]) < 192
+    assert int(chunked[3].split()[0]) <= 1 < int(whole[3].split()[0])

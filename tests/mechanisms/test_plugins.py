@@ -158,10 +158,13 @@ def test_a_broken_value_mixer_is_named_too(plugins: Path, capsys: pytest.Capture
         "from depthmix.mechanisms.value_residual import ValueResidual\nclass Good(ValueResidual):\n"
         "    def reset_parameters(self):\n        raise RuntimeError('no weights')\n"
     )
-    assert main(["show", "good"]) == 0  # nothing is built
-    capsys.readouterr()
-    assert main(["train", "--mixer", "attnres+good", "--depth", "2", "--folder", "run"]) == 2
-    assert re.search(r"mechanism 'good' of plugin_good:Good .* RuntimeError: no weights", capsys.readouterr().err)
+    for verb in (["show", "good"], ["train", "--mixer", "attnres+good", "--depth", "2", "--folder", "run"]):
+        assert main(verb) == 2
+        assert re.search(r"mechanism 'good' of plugin_good:Good .* RuntimeError: no weights", capsys.readouterr().err)
+    assert main(["list"]) == 0
+    printed = capsys.readouterr()
+    assert re.search(r"mechanism 'good' .* no weights\. It is left out", printed.err)
+    assert "depth_attention" in printed.out
 
 
 def test_wrong_options_of_a_plugin_are_the_users_and_not_its_own(plugins: Path) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from depthmix import ops
 from depthmix.ops.attend import native
 from depthmix.ops.attend.native.pool import SMALLEST, sizes
+from depthmix.ops.memory import LiveBytes
 
 pytestmark = pytest.mark.skipif(
     native.library() is None or not os.path.exists("/proc/self"), reason="needs the native backend on Linux"
@@ -170,3 +171,11 @@ def test_a_forked_child_may_read() -> None:
         mine[0, 0] = 1.0
         os._exit(int(mine[0, 0].item() != 1.0))
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_mode_that_counts_memory_sees_large_mixtures() -> None:
+    sources = [torch.randn(2048, 256) for _ in range(3)]
+    with torch.no_grad(), LiveBytes() as live:
+        h, _ = ops.attend(sources, torch.zeros(256))
+        assert live.now >= h.nbytes
+    assert h.nbytes > SMALLEST

@@ -35,18 +35,16 @@ def run(
     """
     chosen = options_by_mechanism(set_, dim, depth)
     names, broken = survey("depth")
-    rows = []
-    for name in names:
+    rows: list[dict[str, Any]] = []
+    values: list[dict[str, Any]] = []
+    for name in (*names, *survey("kv")[0]):
         try:
             with naming_plugin(name):
-                rows.append(describe(on_meta(name, dim, depth, **chosen.get(name, {}))))
-        except PluginError as error:
-            broken[name] = error
-    values = []
-    for name in survey("kv")[0]:
-        try:
-            with naming_plugin(name):
-                values.append(describe_kv(name, dim, depth, **chosen.get(name, {})))
+                options = chosen.get(name, {})
+                if name in names:
+                    rows.append(describe(on_meta(name, dim, depth, **options)))
+                else:
+                    values.append(describe_kv(name, dim, depth, **options))
         except PluginError as error:
             broken[name] = error
     for reason in broken.values():

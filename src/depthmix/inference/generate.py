@@ -84,8 +84,9 @@ def stream(
     step = compiled_step(model, kv_cache) if compiled else decode
     draw = Sampler(seeds, temperature, top_k, top_p)
     if chunk is None and prefill_memory is not None:
-        size = {"batch": len(tokens), "padded": valid is not None, "before": kv_cache.length}
-        chunk = prefill_chunk(model, tokens.shape[1], prefill_memory, **size)
+        batch, columns = tokens.shape
+        padded, before = valid is not None, kv_cache.length
+        chunk = prefill_chunk(model, columns, prefill_memory, batch=batch, padded=padded, before=before)
     return run(model, tokens, valid, kv_cache, step, draw, max_new_tokens, stops, chunk or tokens.shape[1])
 
 

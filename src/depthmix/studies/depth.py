@@ -67,7 +67,7 @@ def curve(runs: Sequence[Run], name: str) -> list[float]:
 
 
 def depth_cells(comparison: Comparison) -> list[Sequence[str]]:
-    cells = []
+    cells: list[Sequence[str]] = []
     for arm in comparison.arms:
         runs = [*comparison.of(arm).values()]
         row = [arm]

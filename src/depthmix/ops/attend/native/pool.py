@@ -20,7 +20,8 @@ new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]  # ty
 
 def empty_like(library: Any, tensor: Tensor) -> Tensor:
     """An uninitialised contiguous tensor of the shape and dtype of a contiguous floating CPU tensor."""
-    if tensor.numel() * tensor.element_size() < SMALLEST:
+    watched = torch._C._len_torch_dispatch_stack()  # a mode that watches operations would not see memory from here
+    if watched or tensor.numel() * tensor.element_size() < SMALLEST:
         return torch.empty_like(tensor)
     shape = (ctypes.c_int64 * tensor.ndim)(*tensor.shape)
     handle = library.pool_take(tensor.ndim, shape, 8 * tensor.element_size())
