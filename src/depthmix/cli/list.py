@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from depthmix.mechanisms import DepthStack, PluginError, kv_mechanism, make_config
+from depthmix.mechanisms.make import check_sizes
 from depthmix.mechanisms.registry import naming_plugin, survey
 from depthmix.support.terminal import console, say
 
@@ -73,6 +74,7 @@ def describe(stack: DepthStack) -> dict[str, Any]:
 
 def describe_kv(name: str, dim: int, depth: int, /, **options: Any) -> dict[str, Any]:
     """The same of a KV mechanism, where every second sublayer is an attention with heads of 64 channels."""
+    check_sizes(name, dim=dim, depth=depth)
     cls, heads, layers = kv_mechanism(name), max(1, dim // 64), max(1, depth // 2)
     width = dim // heads
     config = make_config(cls, name, options, dim=width, depth=layers)
