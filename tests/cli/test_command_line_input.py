@@ -131,6 +131,8 @@ def test_a_device_that_does_not_compute_is_refused_by_every_verb(
         (["list", "--dim", HUGE], [f"dim={HUGE}", "1 to 1048576"]),
         (["list", "--depth", HUGE], [f"depth={HUGE}", "1 to 16384"]),
         (["show", "attnres", "--dim", HUGE], [f"dim={HUGE}", "1 to 1048576"]),
+        (["show", "depth_attention", "--dim", HUGE], [f"dim={HUGE}", "1 to 1048576"]),
+        (["show", "depth_attention", "--depth", "0"], ["depth=0", "1 to 16384"]),
         (["show", "mhc", "--options", f"streams={HUGE}"], [f"streams={HUGE}"]),
         (["show", "linear_attention", "--options", f"rank={HUGE}"], [f"rank={HUGE}"]),
         (["verify", "attnres", "--dim", HUGE], [f"dim={HUGE}", "up to 4096"]),

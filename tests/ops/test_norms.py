@@ -145,6 +145,10 @@ NORMED: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda x, w: ops.scores([ops.key_of(x, w[0], True, EPS)], w[1].view(3, -1)),
         lambda x, w: (textbook_norm(x) * w[0] * w[1]).unflatten(-1, (3, -1)).sum(-1, keepdim=True),
     ),
+    "normed_scores": (
+        lambda x, w: ops.normed_scores([x], (w[0] * w[1]).view(3, -1), True, EPS),
+        lambda x, w: (textbook_norm(x) * w[0] * w[1]).unflatten(-1, (3, -1)).sum(-1, keepdim=True),
+    ),
     "normed_linear": (
         lambda x, w: ops.normed_linear(x, w, eps=EPS),
         lambda x, w: textbook_norm(x) @ w.T,

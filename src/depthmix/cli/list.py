@@ -12,6 +12,7 @@ import tyro
 
 from depthmix.cli.shared import Several
 from depthmix.mechanisms import DepthStack, KVStack, PluginError, is_kv, kv_mechanism, make_config, mechanism
+from depthmix.mechanisms.make import check_sizes
 from depthmix.mechanisms.registry import naming_plugin, survey
 from depthmix.support.checks import parse_value, split_pair
 from depthmix.support.terminal import console, say, styled
@@ -100,6 +101,7 @@ def describe(stack: DepthStack) -> dict[str, Any]:
 
 def describe_kv(name: str, dim: int, depth: int, /, **options: Any) -> dict[str, Any]:
     """The same of a KV mechanism, where every second sublayer is an attention with heads of 64 channels."""
+    check_sizes(name, dim=dim, depth=depth)
     cls, heads, layers = kv_mechanism(name), max(1, dim // 64), max(1, depth // 2)
     with torch.device("meta"):
         stack = KVStack(name, head_dim=dim // heads, depth=layers, **options)

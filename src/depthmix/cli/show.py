@@ -54,13 +54,12 @@ def run(
     assert name is not None
     page: dict[str, Any]
     with naming_plugin(name, passing=ValueError):
+        chosen = parse_options(options)
         if is_kv(name):
             kv = kv_mechanism(name)
-            chosen = parse_options(options)
             make_config(kv, name, chosen, dim=dim, depth=depth)  # no other argument of a stack
             page = {**describe_kv(name, dim, depth, **chosen), **page_of(kv)}
         else:
-            chosen = parse_options(options)
             make_config(mechanism(name), name, chosen, dim=dim, depth=depth)  # no other argument of a stack
             stack = on_meta(name, dim, depth, **chosen)
             page = {**describe(stack), "chosen": list(options), **page_of(type(next(iter(stack))))}
