@@ -66,7 +66,7 @@ def curve(runs: Sequence[Run], name: str) -> list[float]:
     return [statistics.fmean(column) for column in zip(*recorded(runs, CURVES[name]), strict=True)]
 
 
-def depth_cells(comparison: Comparison) -> list[Sequence[str]]:
+def depth_cells(comparison: Comparison) -> list[list[str]]:
     cells = []
     for arm in comparison.arms:
         runs = [*comparison.of(arm).values()]
