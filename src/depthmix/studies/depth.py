@@ -66,8 +66,8 @@ def curve(runs: Sequence[Run], name: str) -> list[float]:
     return [statistics.fmean(column) for column in zip(*recorded(runs, CURVES[name]), strict=True)]
 
 
-def depth_cells(comparison: Comparison) -> list[Sequence[str]]:
-    cells: list[Sequence[str]] = []
+def depth_cells(comparison: Comparison) -> list[list[str]]:
+    cells = []
     for arm in comparison.arms:
         runs = [*comparison.of(arm).values()]
         row = [arm]
