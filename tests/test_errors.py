@@ -126,7 +126,7 @@ def is_choice(option: Option) -> bool:
 
 def test_every_option_has_a_type_that_is_checked() -> None:
     """What the tests below do not reach would not be checked at all."""
-    assert [o for o in all_options() if o.hint not in (int, float, bool) and not is_choice(o)] == []
+    assert [o for o in all_options() if o.hint not in (int, float, bool, str) and not is_choice(o)] == []
 
 
 @pytest.fixture(params=NAMES)
@@ -181,6 +181,13 @@ def test_a_bool_option_of_another_type_is_refused(options: list[Option], value: 
     for option in options:
         if option.hint is bool:
             refused(option, value, "True or False")
+
+
+@pytest.mark.parametrize("value", [1, True, ["elu1"]], ids=repr)
+def test_a_text_option_of_another_type_is_refused(options: list[Option], value: Any) -> None:
+    for option in options:
+        if option.hint is str:
+            refused(option, value, "a text")
 
 
 @pytest.mark.parametrize("value", ["softmaxx", "", None, 1, ["softmax"]], ids=repr)

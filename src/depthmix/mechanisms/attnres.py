@@ -91,8 +91,6 @@ class AttnRes(TwoPhaseAttention):
         {"window": 2},
         {"window": 1, "heads": 2},
         {"window": 2, "query": "input", "query_from": "read"},
-        {"mixing": "linear", "kernel": "torch:exp"},
-        {"score": "torch.linalg:vecdot", "heads": 2},
         {"scale_by_count": True},
         {"scale_by_count": True, "mixing": "static"},
         {"group_sublayers": 3},

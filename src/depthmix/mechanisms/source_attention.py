@@ -62,10 +62,10 @@ class SourceAttentionConfig(MixerConfig):
             )
         if self.scale != 1 and self.mixing not in ("softmax", "sigmoid"):
             raise ValueError(f"scale={self.scale} with mixing={self.mixing!r}; only softmax and sigmoid have logits")
-        self.check_query(depth)
+        self.check_query()
         self.check_functions(dim)
 
-    def check_query(self, depth: int) -> None:
+    def check_query(self) -> None:
         check_range("query_init", self.query_init, 0)
         if self.query_init and self.mixing == "static":
             raise ValueError(f"query_init={self.query_init} with mixing='static', which has no query: leave it out")
@@ -189,8 +189,8 @@ def options_of_family() -> tuple[dict[str, Any], ...]:
         {"heads": 2, "mixing": "static"},
         {"heads": 2, "mixing": "linear", "query": "input"},
         {"mixing": "sigmoid", "key_norm": False, "scale": 2.0},
-        {"query": "input", "query_from": "read", "query_init": 0.1},
-        {"query": "input", "query_from": "sum", "heads": 2},
+        {"query": "input", "query_from": "read", "query_init": 0.1, "score": "torch.linalg:vecdot"},
+        {"heads": 2, "mixing": "linear", "kernel": "torch:exp", "query": "input", "query_from": "sum"},
     )
 
 
