@@ -70,7 +70,7 @@ def test_one_pass_serves_all_diagnostics(tmp_path: Path, monkeypatch: pytest.Mon
 
 FIELDS = {"embedding_norm", "read_norm", "output_norm", "state_norm", "contribution", "read_gradient_norm"}
 FIELDS |= {"gradient_norm", "stream_distance", "query_norm", "shares_of", "weight_entropy", "locality"}
-FIELDS |= {"weight_spread", "sinks", "effective_rank", "recording_seconds", "processor_seconds"}
+FIELDS |= {"embedding_share", "weight_spread", "sinks", "effective_rank", "recording_seconds", "processor_seconds"}
 
 
 def test_a_line_and_a_snapshot_of_blocks_tell_of_sources(tmp_path: Path) -> None:

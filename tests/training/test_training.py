@@ -153,7 +153,7 @@ def printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> TrainCo
 
 def test_flags_and_keys_change_what_the_dial_derives(capsys: pytest.CaptureFixture[str]) -> None:
     config = printed(["--depth", "4", "--dim", "64", "--mixer", "attnres", "--set", "data.rows=64"], capsys)
-    assert (config.model.depth, config.model.dim, config.model.heads) == (4, 64, 1)
+    assert (config.model.depth, config.model.dim, config.model.heads) == (4, 64, 2)
     assert config.model == printed(["--depth", "4", "--mixer", "attnres", "--set", "model.dim=64"], capsys).model
     tokens = 20 * count_parameters(config.model).active_without_embeddings
     assert config.run.steps == round(tokens / (64 * 256)), "as many tokens, in fewer steps"
@@ -330,7 +330,7 @@ def test_another_configuration_in_the_same_folder_is_refused_with_the_difference
 ) -> None:
     config = tiny_run(tmp_path / "run")
     train(config)
-    with pytest.raises(ValueError, match=r"optimizer\.lr: 0\.005 there, 0\.001 now"):
+    with pytest.raises(ValueError, match=r"optimizer\.lr: 0\.01 there, 0\.001 now"):
         train(override(config, "optimizer.lr", 1e-3))
     assert main(["train", "--folder", str(tmp_path / "run"), "--set", "run.seed=3"]) == 2
     assert "run.seed: 0 there, 3 now" in capsys.readouterr().err
@@ -350,7 +350,7 @@ def test_a_configuration_that_is_damaged_altered_or_missing_is_named(
 
     for old, new, words in (
         ("[model]", "[model", "is damaged: no TOML"),
-        ("lr = 0.005", "lr = 0.004", "the checkpoints beside it:\n  optimizer.lr: 0.005 there, 0.004 now"),
+        ("lr = 0.01", "lr = 0.004", "the checkpoints beside it:\n  optimizer.lr: 0.01 there, 0.004 now"),
         ("clip = ", "cut = ", "is no configuration of this version: unknown fields cut of optimizer"),
     ):
         file.write_text(whole.replace(old, new, 1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -15,6 +15,8 @@ from depthmix.support.checks import check_range
 
 @dataclass(frozen=True, kw_only=True)
 class AttnResConfig(SourceAttentionConfig):
+    rounding: ClassVar = frozenset({"group_sublayers"})
+
     window: int | None = option(None, "read the embedding and this many newest outputs only")
     scale_by_count: bool = option(False, "multiply by the number of sources: PreNorm at the start, exactly")
     group_sublayers: int | None = option(None, "sublayers that share phase 1 of a read; by default about √L")
@@ -30,7 +32,7 @@ class AttnResConfig(SourceAttentionConfig):
                 )
         check_count(self.scale_by_count, self.mixing)
         if self.group_sublayers is not None:
-            check_range("group_sublayers", self.group_sublayers, 1, depth, f"The network has {depth} sublayers")
+            check_range("group_sublayers", self.group_sublayers, 1)
             if not self.single_softmax:
                 raise ValueError(
                     f"group_sublayers={self.group_sublayers}; expected mixing='softmax', query='static', heads=1 and "
@@ -41,14 +43,9 @@ class AttnResConfig(SourceAttentionConfig):
         size = self.group_size(depth) if self.single_softmax else None
         return {**super().resolved(dim=dim, depth=depth), "group_sublayers": size}
 
-    def function(self, *, dim: int, depth: int) -> dict[str, Any]:
-        options = super().function(dim=dim, depth=depth)
-        del options["group_sublayers"]  # decides the order of sums, and no value
-        return options
-
     def group_size(self, depth: int) -> int:
         """Sites that share phase 1; about √L needs the least traffic, where it divides L."""
-        return max(1, round(depth**0.5)) if self.group_sublayers is None else self.group_sublayers
+        return max(1, round(depth**0.5)) if self.group_sublayers is None else min(depth, self.group_sublayers)
 
     @property
     def counts_sources(self) -> bool:

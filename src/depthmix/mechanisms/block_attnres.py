@@ -151,7 +151,8 @@ class BlockAttnRes(TwoPhaseAttention):
         return (*sources[:-1], sources[-1] + v)  # (6)
 
     def source_names(self) -> tuple[str, ...]:
-        return ("embedding", *(f"block {n}" for n in range(1, self.expects.essential)))
+        count = source_count(self.config.size(self.site.depth), self.site.index)
+        return ("embedding", *(f"block {n}" for n in range(1, count)))
 
 
 def source_count(size: int, index: int) -> int:

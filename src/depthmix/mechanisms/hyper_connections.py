@@ -25,7 +25,7 @@ from depthmix.mechanisms.base import (
     option,
     rank_cap,
 )
-from depthmix.mechanisms.stream_starts import check_output_scale, in_turn, start_of, starts_as, written
+from depthmix.mechanisms.stream_starts import MOST_STREAMS, check_output_scale, in_turn, start_of, starts_as, written
 from depthmix.support.checks import check_positive, check_range
 
 Readout = Literal["mean", "sum", "learned"]
@@ -97,7 +97,7 @@ class HyperConnectionsConfig(MixerConfig):
     eps: float = option(1e-6, "of the norm of a stream")
 
     def check(self, *, dim: int, depth: int) -> None:
-        check_range("streams", self.streams, 1)
+        check_range("streams", self.streams, 1, MOST_STREAMS)
         check_positive("eps", self.eps)
         check_output_scale(self)
 

@@ -24,6 +24,7 @@ from depthmix.mechanisms.hyper_connections import (
     stream_traffic,
 )
 from depthmix.mechanisms.stream_starts import (
+    MOST_STREAMS,
     WIDEST,
     check_output_scale,
     logit,
@@ -52,7 +53,7 @@ class ManifoldConfig(MixerConfig):
     norm_eps: float = option(1e-6, "of the norm of all streams")
 
     def check(self, *, dim: int, depth: int) -> None:
-        check_range("streams", self.streams, 2, remedy="One stream is the mechanism 'residual'")
+        check_range("streams", self.streams, 2, MOST_STREAMS, remedy="One stream is the mechanism 'residual'")
         check_range("iterations", self.iterations, 1)
         check_range("eps", self.eps, 0)
         check_positive("norm_eps", self.norm_eps)

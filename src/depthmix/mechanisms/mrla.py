@@ -14,19 +14,8 @@ from torch import Tensor, nn
 
 from depthmix import ops
 from depthmix.mechanisms import arithmetic
-from depthmix.mechanisms.base import (
-    Coeff,
-    DepthMixer,
-    Facts,
-    MixerConfig,
-    Site,
-    SourceWeights,
-    State,
-    StateSpec,
-    option,
-    output_names,
-    rank_cap,
-)
+from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site, State, StateSpec, option, rank_cap
+from depthmix.mechanisms.state import SourceWeights, output_names
 from depthmix.support.checks import check_divides, check_positive
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -17,11 +18,13 @@ class MixerConfig:
     """Options of a mechanism. Values are checked against the annotations when it is built.
 
     starts: options that decide how parameters start and nothing after that.
+    rounding: options that decide the order of sums and no value.
     either: groups of options of which at most one is given; setting one drops the others.
     functions: options that may name a function, package.module:function, which is imported when they do.
     """
 
     starts: ClassVar[frozenset[str]] = frozenset()
+    rounding: ClassVar[frozenset[str]] = frozenset()
     either: ClassVar[tuple[tuple[str, ...], ...]] = ()
     functions: ClassVar[frozenset[str]] = frozenset()
 
@@ -43,7 +46,11 @@ class MixerConfig:
 
     def function(self, *, dim: int, depth: int) -> dict[str, Any]:
         """The options that decide what given parameters compute."""
-        return {k: v for k, v in self.canonical(dim=dim, depth=depth).items() if k not in self.starts}
+        return self.deciding(self.canonical(dim=dim, depth=depth))
+
+    def deciding(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Without those that decide a start or rounding alone."""
+        return {k: v for k, v in options.items() if k not in self.starts | self.rounding}
 
 
 def option(default: Any, meaning: str) -> Any:

@@ -96,7 +96,7 @@ class DepthStack(Recorded):
         """Of the whole network, in a slice too; shared parameters serve any number of executions."""
         sizes = {"dim": self.dim, "depth": self.depth}
         if self.shared:
-            options = {k: v for k, v in self.config.canonical(**sizes).items() if k not in self.config.starts}
+            options = self.config.deciding(self.config.canonical(**sizes))
         else:
             options = self.config.function(**sizes)
         return {"mechanism": self.registered, **options}

@@ -21,6 +21,7 @@ Coefficients: TypeAlias = Callable[[int, int], list[float]]  # by the number of 
 PARTED = math.tanh(1)  # how far writes of "parted" are from 1: gates of mHC with biases of +2 and -2
 TURN = 15 / 16  # share of the stream in turn in a read of "hyper" where gates allow no 1
 WIDEST = 2.0  # what H_post of mHC stays below
+MOST_STREAMS = 1024
 
 
 @dataclass(frozen=True)
