@@ -25,6 +25,7 @@ TABLE_2 = {
 DEPTH_ATTENTION = {
     "depth-attention-360m": (960, 2540, 24, 15, 15, 12, 0.02, 1.5e-3),
     "depth-attention-500m": (1152, 3072, 24, 18, 18, 12, 0.02, 1e-3),
+    "depth-attention-500m-x3": (1152, 3072, 24, 18, 18, 12, 0.02, 1e-3),
     "depth-attention-710m": (1280, 3072, 32, 20, 20, 16, 0.02, 1e-3),
     "depth-attention-1.5b": (1536, 4096, 48, 24, 6, 24, 0.01, 1e-3),
     "depth-attention-3b": (2048, 6912, 48, 32, 8, 24, 0.01, 1e-3),

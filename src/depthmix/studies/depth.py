@@ -35,6 +35,9 @@ COLUMNS: dict[str, tuple[Callable[[Line], float], str]] = {  # a number, and how
     "least ‖v‖/‖state‖": (lambda line: min(line["contribution"]), ".3g"),
     "gradient, early over late": (lambda line: early_over_late(line["gradient_norm"]), ".2f"),
     "embedding's share": (lambda line: line["sinks"][0], ".3f"),
+    "before attention": (lambda line: statistics.fmean(line["embedding_share"][2:-1:2]), ".3f"),
+    "before MLP": (lambda line: statistics.fmean(line["embedding_share"][1:-1:2]), ".3f"),
+    "newest source's share": (lambda line: statistics.fmean(line["locality"][1:-1]), ".3f"),
     "effective rank": (lambda line: line["effective_rank"], ".2f"),
     "streams apart": (lambda line: line["stream_distance"][-1], ".3f"),
     "recording": (lambda line: line["recording_seconds"] / line["processor_seconds"], ".2%"),
@@ -43,8 +46,9 @@ HEADINGS = ("arm", *COLUMNS, "shares of")
 NOTE = (
     "From the last recording of each run on a fixed batch, means over seeds. State: norm of what the state holds after "
     "a write (the stream; the running sum of a block; a new output; root mean square over streams). Gradient: mean "
-    "norm over the outputs of the first quarter of the sublayers, over that of the last. Embedding's share: mean over "
-    "rows, of the weights over sources or, where there are none, of |M|. Streams apart: distance over norm after the "
+    "norm over the outputs of the first quarter of the sublayers, over that of the last. Embedding's share: of all "
+    "reading, of the weights over sources or, where there are none, of |M|; then its mean over the reads before "
+    "attention and before MLPs, and the mean share of the newest source that a row reads. Streams apart: distance over norm after the "
     "last write. Recording: processor time of all recordings, as a share of the run's."
 )
 

@@ -50,6 +50,7 @@ def depth_attention(lr: float) -> Recipe:
 RECIPES: dict[str, Recipe] = {
     "depth-attention-360m": depth_attention(1.5e-3),
     "depth-attention-500m": depth_attention(1e-3),
+    "depth-attention-500m-x3": depth_attention(1e-3),  # the paper says nothing else of its looped model
     "depth-attention-710m": depth_attention(1e-3),
     "depth-attention-1.5b": depth_attention(1e-3),
     "depth-attention-3b": depth_attention(1e-3),
