@@ -102,10 +102,16 @@ def test_the_traffic_of_attnres_is_that_of_the_groups_it_reads_in(depth: int) ->
 
 
 def test_a_group_size_that_nothing_is_read_in_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"attnres: group_sublayers=9; expected 1 to 8\. The network has 8 sublayers"):
-        dm.DepthStack("attnres", dim=8, depth=8, group_sublayers=9)
+    with pytest.raises(ValueError, match=r"attnres: group_sublayers=0; expected at least 1"):
+        dm.DepthStack("attnres", dim=8, depth=8, group_sublayers=0)
     with pytest.raises(ValueError, match=r"group_sublayers=2; expected mixing='softmax'.* no window"):
         dm.DepthStack("attnres", dim=8, depth=8, group_sublayers=2, window=3)
+
+
+def test_a_group_larger_than_the_network_is_one_group() -> None:
+    whole, larger = (dm.DepthStack("attnres", dim=8, depth=8, group_sublayers=size) for size in (8, 9))
+    assert larger.facts == whole.facts
+    assert [larger.spec(i) for i in range(9)] == [whole.spec(i) for i in range(9)]
 
 
 def test_the_size_of_a_group_is_no_part_of_the_function() -> None:
