@@ -17,7 +17,7 @@ from pathlib import Path
 import depthmix as dm
 from depthmix.data import load_tokenizer
 
-RATES = {"residual": 1.5e-3, "block_attnres": 3e-3, "depth_attention": 3e-3}  # of docs/results/demo_rates.md
+RATES = {"residual": 1e-2, "block_attnres": 5e-3, "depth_attention": 2e-2}  # of docs/results/demo_rates.md
 SIZE = ("--depth", "12", "--dim", "96", "--tokens", "6e5", "--tokenizer", "bpe:1024", "--set", "data.rows=4")
 PROMPT = "def __init__(self, "
 
