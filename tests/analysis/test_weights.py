@@ -26,6 +26,14 @@ def traced(probe: Probe) -> dm.Trace:
 FAMILY = [pytest.param(options, id=label("", options)) for options in options_of_family()]
 
 
+def test_shares_of_the_residual_are_those_of_its_m() -> None:
+    found = traced(make_probe("residual", {}))
+    assert found.shares_of == "M"
+    for row in range(found.M.shape[-1]):
+        assert (found.embedding_share()[..., row] - 1 / (row + 1)).abs().max() <= 1e-12
+        assert (found.locality()[..., row] - 1 / (row + 1)).abs().max() <= 1e-12
+
+
 @pytest.mark.parametrize("options", FAMILY)
 def test_each_output_of_a_block_has_the_weight_of_its_block_in_m(options: dict[str, Any]) -> None:
     size, probe = 3, make_probe("block_attnres", {"block_sublayers": 3, **options})
@@ -88,6 +96,7 @@ def test_uniform_weights_over_n_sources_have_entropy_log_n(name: str, options: d
     for row, n in enumerate(counts):
         assert (found.entropy()[..., row] - math.log(n)).abs().max() <= 1e-12
         assert (found.locality()[..., row] - 1 / n).abs().max() <= 1e-12
+        assert (found.embedding_share()[..., row] - 1 / n).abs().max() <= 1e-12
     assert found.spread().abs().max() <= 1e-12
     readers = [sum(i in row for row in found.reads) for i in range(len(found.source_names))]
     want = [sum(1 / n for n, row in zip(counts, found.reads, strict=True) if i in row) for i in range(len(readers))]

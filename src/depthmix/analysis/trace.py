@@ -28,6 +28,7 @@ from depthmix.analysis.structure import (
     row_entropy,
     row_sums,
     semiseparable_rank,
+    shares,
     sinks,
     token_deviation,
 )
@@ -140,6 +141,10 @@ class Trace:
     def locality(self) -> Tensor:
         """[..., L+1]: each row's share on its newest source."""
         return locality(*self.shares_read)
+
+    def embedding_share(self) -> Tensor:
+        """[..., L+1]: each row's share on the embedding."""
+        return shares(self.shares_read[0])[..., 0]
 
     def deviation(self) -> Tensor:
         """[(H,) L+1, C] or [(G,) L+1, L+1]: standard deviation over tokens of each share."""

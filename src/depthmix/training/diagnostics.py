@@ -67,7 +67,7 @@ def reading(trace: Trace) -> dict[str, Any]:
     rows = {
         "weight_entropy": trace.entropy(),
         "locality": trace.locality(),
-        "embedding_share": trace.shares_read[0][..., 0],
+        "embedding_share": trace.embedding_share(),
         "weight_spread": trace.spread(),
     }
     empty = [not row for row in trace.reads] or [False] * trace.M.shape[-1]
