@@ -48,8 +48,8 @@ NOTE = (
     "a write (the stream; the running sum of a block; a new output; root mean square over streams). Gradient: mean "
     "norm over the outputs of the first quarter of the sublayers, over that of the last. Embedding's share: of all "
     "reading, of the weights over sources or, where there are none, of |M|; then its mean over the reads before "
-    "attention and before MLPs, and the mean share of the newest source that a row reads. Streams apart: distance over norm after the "
-    "last write. Recording: processor time of all recordings, as a share of the run's."
+    "attention and before MLPs, and the mean share of the newest source that a row reads. Streams apart: "
+    "distance over norm after the last write. Recording: processor time of all recordings, as a share of the run's."
 )
 
 
