@@ -111,7 +111,7 @@ def test_noise_alone_is_no_difference_and_says_what_could_have_been_seen() -> No
     assert row.difference is not None
     assert row.difference.visible is not None
     assert "no difference from base was found" in row.verdict
-    assert f"{row.difference.visible:.4f} would have been seen with 80% probability" in row.verdict
+    assert f"a true difference of {row.difference.visible:.4f} would be detected with 80% power" in row.verdict
 
 
 def test_equal_runs_differ_by_exactly_nothing() -> None:

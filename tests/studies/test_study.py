@@ -181,7 +181,7 @@ def test_a_study_is_not_published_into_itself(tmp_path: Path) -> None:
     check_target(None, tmp_path)
     check_target(tmp_path / "docs", tmp_path / "study")
     for target in (tmp_path / "study", tmp_path / "study" / "docs", tmp_path):
-        with pytest.raises(ValueError, match="lie in each other"):
+        with pytest.raises(ValueError, match="are the same folder, or one contains the other"):
             check_target(target, tmp_path / "study")
 
 
@@ -303,7 +303,7 @@ def test_a_study_that_is_interrupted_stops_its_runs_with_checkpoints(text: Path)
             break
         time.sleep(0.1)
     study.send_signal(signal.SIGINT)
-    assert "the same command goes on from here" in study.communicate()[1]
+    assert "the same command resumes from here" in study.communicate()[1]
     assert study.returncode == 130
     for folder in Path("study").glob("runs/*"):
         assert is_free(folder), "nobody trains there any more"

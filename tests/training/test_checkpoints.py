@@ -307,7 +307,7 @@ def test_a_full_disk_stops_the_run_with_a_message_and_room_lets_it_go_on(small_d
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=CHILD)
     assert done.returncode == 0, done.stderr
-    assert f"goes on after step {there[-1].name[-2:].lstrip('0')}" in done.stderr
+    assert f"resumes after step {there[-1].name[-2:].lstrip('0')}" in done.stderr
     assert weights(small_disk / "run") == expected
 
 
@@ -326,10 +326,10 @@ def test_ctrl_c_makes_a_checkpoint_and_says_how_to_go_on(alone: Path, tmp_path: 
     process.send_signal(signal.SIGINT)  # as torchrun does for what the terminal has sent already
     said = process.communicate()[1]
     assert process.returncode == 130
-    assert f"To go on: depthmix train --folder {tmp_path / 'run'}" in said
+    assert f"To resume: depthmix train --folder {tmp_path / 'run'}" in said
     assert len(list_checkpoints(tmp_path / "run" / "checkpoints")) == 1
     command = [sys.executable, "-m", "depthmix", "train", "--folder", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=CHILD)
     assert done.returncode == 0, done.stderr
-    assert "goes on after step" in done.stderr
+    assert "resumes after step" in done.stderr
     same_as(alone, tmp_path / "run")

@@ -77,7 +77,7 @@ def run(
         quick: small sizes and few rounds: whether it runs, not how fast it is.
         compiled: the step under torch.compile too, one network at a time.
         json: print one object instead of a table.
-        output: write the result, with every paired ratio, to this JSON file as well. An interrupted run goes on when it
+        output: write the result, with every paired ratio, to this JSON file as well. An interrupted run resumes when it
             is started again with the same output.
         figures: draw the result into this folder, as PNGs.
         markdown: write the tables, and the figures where --figures is given, as a page.

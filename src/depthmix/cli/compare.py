@@ -43,14 +43,14 @@ def run(
 
     Each run is a process of its own; runs with the same seed have the same order of the data and the same
     initial weights where shapes agree, and are compared in pairs. Complete runs in the folder are used again and
-    interrupted ones go on: start the same command again after anything that happened. Writes comparison.md,
+    interrupted ones resume: start the same command again after any interruption. Writes comparison.md,
     comparison.json and figures into the folder. Exit code 1 where a run failed; the others are compared nevertheless.
 
     Args:
         mixers: mechanisms; the first is the baseline. depth_attention and value_residual alone go with the residual,
-            attnres+value_residual has both. A name that comes again is a control: it must show no difference.
+            attnres+value_residual has both. Repeat a name to add a control run, which must show no difference.
         folder: of the study.
-        seeds: runs of each arm; three at least for a statement worth the name.
+        seeds: runs of each arm; use at least 3 for a meaningful interval.
         depth: the dial: sublayers, attention and MLP counted separately.
         dim: width; by default as the dial derives it.
         tokens: for each run; by default 20 for each parameter of the baseline.
@@ -64,7 +64,7 @@ def run(
             those of the first.
         data: stdlib, a folder, a text, JSONL or Parquet file, or hf:NAME.
         tokenizer: bytes, bpe:4096, or a tokenizer.json.
-        set_: any field for all arms by its dotted key, such as run.precision=bfloat16; once for each.
+        set_: any field for all arms by its dotted key, such as run.precision=bfloat16; repeat the flag for each field.
         jobs: runs at once, each with its share of the threads. Small models gain by it; tokens/s are then those of a
             machine that is shared.
         publish: also copy page, figures, comparison.json and, of each run, config.toml, metrics.jsonl, result.json and

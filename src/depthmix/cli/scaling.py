@@ -64,7 +64,7 @@ def run(
         sweep: vary an option, such as mixer.block_sublayers=2,4.
         data: stdlib, a folder, a text, JSONL or Parquet file, or hf:NAME.
         tokenizer: bytes, bpe:4096, or a tokenizer.json.
-        set_: any field for all arms by its dotted key; once for each.
+        set_: any field for all arms by its dotted key; repeat the flag for each field.
         jobs: runs at once, each with its share of the threads.
         beside: draw and list a paper's own points and laws too, never as part of a fit: attnres-paper.
         publish: also copy all but weights, checkpoints and logs into this folder.

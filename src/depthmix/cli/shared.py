@@ -17,7 +17,7 @@ def resumable() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("stopped; the same command goes on from here") from None
+        raise KeyboardInterrupt("stopped; the same command resumes from here") from None
 
 
 def print_ending(failures: Mapping[str, str], page: Path) -> None:

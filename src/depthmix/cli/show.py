@@ -197,8 +197,8 @@ def cost_table(page: dict[str, Any]) -> Any:
         ("state", page["state"]),
         ("state, widths D per token", f"{widths(page)}, at a cut / in a read"),
         ("state, bytes per token", f"{at_cut:,}/{in_read:,} in {figures['dtype']}"),
-        ("reads a token and sublayer", f"{figures['read_bytes_per_token_and_sublayer']:,.0f} bytes"),
-        ("writes a token and sublayer", f"{figures['write_bytes_per_token_and_sublayer']:,.0f} bytes"),
+        ("reads per token and sublayer", f"{figures['read_bytes_per_token_and_sublayer']:,.0f} bytes"),
+        ("writes per token and sublayer", f"{figures['write_bytes_per_token_and_sublayer']:,.0f} bytes"),
         ("FLOPs per token, forward", flops_words(page)),
         *([("layout", facts["note"])] if facts["note"] else []),
     ]

@@ -53,10 +53,10 @@ def run(
 ) -> int:
     """Train a decoder; progress on stderr, the result on stdout.
 
-    Exit code 1 where training stopped by itself (a bad loss, a full disk), 130 after Ctrl-C; both can go on.
+    Exit code 1 where training stopped by itself (a bad loss, a full disk), 130 after Ctrl-C; both can be resumed.
 
     Args:
-        folder: of the run; one that holds an unfinished run goes on with it. By default runs/MIXER-DEPTH.
+        folder: of the run; if it contains an unfinished run, training resumes. By default runs/MIXER-DEPTH.
         mixer: a mechanism; a KV site alone goes with the residual; attnres+value_residual has both.
         depth: the dial: sublayers, attention and MLP counted separately; width, rate, batch and length follow (12).
         dim: width; by default as the dial derives it.
@@ -68,10 +68,11 @@ def run(
         tokens: to train on; by default 20 per parameter, or as many as the preset has.
         steps: to train for; prevails over tokens.
         seed: of weights and data order.
-        set_: any field by its dotted key, such as optimizer.lr=1e-3 or mixer.block_sublayers=4; once for each.
-        restart: begin anew and remove what the folder holds of an earlier run.
+        set_: any field by its dotted key, such as optimizer.lr=1e-3 or mixer.block_sublayers=4; repeat the flag for
+            each field.
+        restart: train from step 0 and remove what the folder holds of an earlier run.
         print_config: print the resolved configuration as TOML and end.
-        every: without a terminal, print a line each so many steps.
+        every: without a terminal, print a line every N steps.
         json: print the result as one object.
     """
     flags = {"data.source": data, "data.tokenizer": tokenizer, "run.steps": steps, "run.seed": seed}
@@ -106,7 +107,7 @@ def run(
 
 def train_until_stopped(chosen: TrainConfig, restart: bool, progress: TrainingProgress) -> Result | int:
     """The result, or the exit code of a run that stopped; why it did is then on stderr."""
-    resume = f"To go on: depthmix train --folder {shlex.quote(chosen.run.folder)}"
+    resume = f"To resume: depthmix train --folder {shlex.quote(chosen.run.folder)}"
     try:
         result = train(chosen, resume=not restart, report=progress.report)
     except FileNotFoundError:
@@ -119,7 +120,7 @@ def train_until_stopped(chosen: TrainConfig, restart: bool, progress: TrainingPr
         reason, code = f"stopped at once, what was not in a checkpoint is lost. {resume}", 130
     else:
         if progress.display is None and main_process():
-            say(f"depthmix: {chosen.run.folder} was complete already; --restart begins anew")
+            say(f"depthmix: {chosen.run.folder} was complete already; --restart trains it again from step 0")
         return result
     finally:
         progress.end()
@@ -222,7 +223,7 @@ class TrainingProgress:
 
     def begin(self, event: Mapping[str, Any]) -> None:
         self.steps, first = event["steps"], event["step"]
-        length = f"goes on after step {first} of {self.steps}" if first else f"{self.steps} steps"
+        length = f"resumes after step {first} of {self.steps}" if first else f"{self.steps} steps"
         say(f"{event['parameters']:,} parameters, {length}")
         if event["layout"]:
             say(f"depth mixing: {event['layout']}")

@@ -26,7 +26,7 @@ from depthmix.mechanisms.source_attention import SourceAttention
 class TwoPhaseAttention(SourceAttention):
     """A SourceAttention whose sites are read in groups of `group_size`."""
 
-    readers: tuple[TwoPhaseAttention, ...] = ()  # the sites of this group from this one on, as far as they are here
+    readers: tuple[TwoPhaseAttention, ...] = ()  # the group's sites from this one on that this stack holds
 
     @classmethod
     def group_size(cls, config: Any, depth: int) -> int:

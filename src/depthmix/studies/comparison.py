@@ -307,9 +307,8 @@ def verdict_of(arm: str, base: str, difference: Estimate, worth: str, cost: str)
     interval = f"{CONFIDENCE:.0%} interval {difference.low:+.4f} to {difference.high:+.4f}, {seeds_of(n)}"
     if not difference.excludes(0):
         return (
-            f"{arm}: no difference from {base} was found ({difference.mean:+.4f}, {interval}); one of "
-            f"{difference.visible:.4f} would have been seen with {POWER:.0%} probability, a smaller one less often; "
-            f"{cost}."
+            f"{arm}: no difference from {base} was found ({difference.mean:+.4f}, {interval}); a true difference "
+            f"of {difference.visible:.4f} would be detected with {POWER:.0%} power, a smaller one less often; {cost}."
         )
     return f"{arm}: a final loss {size} {side} than {base}'s ({interval}){worth}; {cost}."
 

@@ -25,7 +25,10 @@ def check_target(target: Path | None, folder: Path) -> None:
         return
     copy, original = target.resolve(), folder.resolve()
     if copy == original or original in copy.parents or copy in original.parents:
-        raise ValueError(f"publish={target} and folder={folder} lie in each other; expected two separate folders")
+        raise ValueError(
+            f"publish={target} and folder={folder} are the same folder, or one contains the other; expected two "
+            "separate folders"
+        )
     if target.exists() and not target.is_dir():
         raise ValueError(f"publish={target} is no folder")
 
