@@ -114,7 +114,7 @@ def test_highways_product_runs_from_the_next_gate_to_the_last_that_was_written()
 def test_the_product_of_hyper_connections_is_a_range_of_one_convention_and_one_matrix_off_in_a_mixture(
     name: str,
 ) -> None:
-    probe = make_probe(name, {"streams": 3}, depth=6, tokens=())
+    probe = make_probe(name, {"streams": 3, "start": "prenorm"}, depth=6, tokens=())
     traced = dm.trace(probe.stack, probe.x, probe.sublayers)
     sites, unit = traced.coefficients, torch.eye(3, dtype=torch.float64)
     A = [unit, *(c.transition.mT for c in sites[:-1])]  # A[k] of sublayer k; streams are rows, applied transposed

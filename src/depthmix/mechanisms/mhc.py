@@ -45,7 +45,7 @@ class ManifoldConfig(MixerConfig):
     transition: Literal["full", "identity"] = option("full", "identity: streams are not mixed")
     readout: Readout = option("mean", "what the head reads of the streams; learned: DeepSeek's head")
     start: Literal["prenorm", "parted", "scaled", "lite", "hyper", "megatron", "lucidrains"] = option(
-        "prenorm", "how parameters start; prenorm, hyper, parted keep PreNorm; parted: streams differ (for retrofits)"
+        "lite", "how parameters start; prenorm, hyper, parted keep PreNorm; parted: streams differ (for retrofits)"
     )
     output_scale: float | None = option(None, "mean of H_post at the start; None: that of `start`")
     scale_init: float | None = option(None, "start of the input scales a; None: that of `start` (DeepSeek: 0.01)")
@@ -82,9 +82,10 @@ class ManifoldHyperConnections(StreamMixer):
     (h) h_l = Σ_j H_pre[j] H[j]
     (H) H[i] ← Σ_j H_res[j, i] H[j] + H_post[i] v_l
 
-    State: H [m, D], m copies of the embedding at first. Start "prenorm": biases give H_pre = 1/m and H_post = 1, a = 0;
-    the streams stay equal and M is 1. P starts random: the gradient of a, then that of P, parts the streams. With
-    "parted" H_post differs between streams and has the mean 1: M is 1, and the streams differ from the first write on.
+    State: H [m, D], m copies of the embedding at first. Start "lite", the default: biases give each site a stream that
+    it reads and writes most, so the streams differ from the first write on. Start "prenorm": H_pre = 1/m, H_post = 1 and
+    a = 0, so M is 1 and the streams stay equal until the gradient of a, then that of P, parts them. Start "parted": H_post
+    differs between streams and has the mean 1, so M is 1 with streams that differ.
     """
 
     Config: ClassVar[type[MixerConfig]] = ManifoldConfig
@@ -97,7 +98,7 @@ class ManifoldHyperConnections(StreamMixer):
         {"start": "hyper", "streams": 2, "transition": "identity", "readout": "sum"},
         {"start": "parted", "streams": 3, "iterations": 1},
         {"start": "scaled", "streams": 3},
-        {"start": "lite", "transition": "identity"},
+        {"start": "prenorm", "transition": "identity"},
         {"start": "lucidrains", "streams": 2, "output_scale": 0.5},
     )
 

@@ -30,7 +30,7 @@ class LiteConfig(MixerConfig):
     readout: Readout = option("mean", "what the head reads of the streams; learned: DeepSeek's head")
     transition: Literal["full", "identity"] = option("full", "identity: streams are not mixed")
     start: Literal["prenorm", "parted", "scaled", "lite", "hyper", "megatron", "paper"] = option(
-        "prenorm", "how parameters start; prenorm, hyper, parted keep PreNorm; parted: streams differ (for retrofits)"
+        "lite", "how parameters start; prenorm, hyper, parted keep PreNorm; parted: streams differ (for retrofits)"
     )
     output_scale: float | None = option(None, "mean of H_post at the start; None: that of `start`")
     norm_eps: float = option(1e-6, "of the norm of all streams")
@@ -72,7 +72,7 @@ class LiteHyperConnections(ManifoldHyperConnections):
     (h) h_l = Σ_j H_pre[j] H[j]
     (H) H[i] ← Σ_j H_res[i, j] H[j] + H_post[i] v_l
 
-    State: H [m, D]. Starts as mHC; "lite", the paper's, gives each site a preferred stream by its biases.
+    State: H [m, D]. Starts as mHC does; "lite" is this paper's.
     """
 
     Config = LiteConfig
@@ -86,6 +86,7 @@ class LiteHyperConnections(ManifoldHyperConnections):
         {"start": "hyper", "transition": "identity"},
         {"start": "lite", "streams": 2, "output_scale": 0.7},
         {"start": "scaled", "streams": 3},
+        {"start": "prenorm"},
     )
 
     @classmethod
