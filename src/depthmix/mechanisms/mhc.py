@@ -83,9 +83,9 @@ class ManifoldHyperConnections(StreamMixer):
     (H) H[i] ← Σ_j H_res[j, i] H[j] + H_post[i] v_l
 
     State: H [m, D], m copies of the embedding at first. Start "lite", the default: biases give each site a stream that
-    it reads and writes most, so the streams differ from the first write on. Start "prenorm": H_pre = 1/m, H_post = 1 and
-    a = 0, so M is 1 and the streams stay equal until the gradient of a, then that of P, parts them. Start "parted": H_post
-    differs between streams and has the mean 1, so M is 1 with streams that differ.
+    it reads and writes most, so the streams differ from the first write on. Start "prenorm": H_pre = 1/m, H_post = 1
+    and a = 0, so M is 1 and the streams stay equal until the gradient of a, then that of P, parts them. Start "parted":
+    H_post differs between streams and has the mean 1, so M is 1 with streams that differ.
     """
 
     Config: ClassVar[type[MixerConfig]] = ManifoldConfig
