@@ -11,7 +11,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 help:
 	@echo "make demo         train residual, block_attnres and depth_attention side by side (about 4 minutes); a page under out/"
 	@echo "make matrices     heat maps of M for every mechanism, under out/"
-	@echo "make study        compare six mechanisms over three seeds with two optimisers (about three hours); writes docs/results/first_study*"
+	@echo "make study        compare six mechanisms over five seeds with two optimisers (about two hours); writes docs/results/first_study*"
 	@echo "make test         linters, types and all tests (a few minutes on two cores)"
 	@echo "make test-full    the same with every combination of mechanism, KV site and form of the decoder, and 10,000 random command lines"
 	@echo "make conformance  compare with public implementations from PyPI"
@@ -54,8 +54,8 @@ study: $(VENV)/dev
 	  --folder $(STUDIES)/first_adamw --publish docs/results/first_study_adamw $(ARGS)
 
 STUDY := --mixers residual denseformer mhc block_attnres attnres depth_attention \
-  --depth 24 --dim 96 --tokens 1.2e6 --seeds 3 --lr-share 0.333 --jobs 2 \
-  --set run.validate_every=25 --set run.snapshot_every=100 --set mixer.num_blocks=8
+  --depth 24 --dim 96 --tokens 614400 --seeds 5 --lr-share 0.333 --jobs 2 \
+  --set run.validate_every=30 --set run.snapshot_every=50 --set mixer.num_blocks=8
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .
