@@ -12,6 +12,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from depthmix.cli.shared import flag, switch
 from depthmix.data import ByteTokenizer, FileTokenizer
 from depthmix.data.tokenizers import TOKENIZER_FILE, BatchTokenizer
 from depthmix.models import Decoder
@@ -20,26 +21,30 @@ from depthmix.training import Score, open_corpus, read_config, score
 from depthmix.training.build import check_tokens, open_run
 from depthmix.training.build import export as export_model
 
+EXAMPLES = (
+    "depthmix eval runs/small",
+    "depthmix eval runs/small --file README.md --export out/small",
+)
+
 
 def run(
-    folder: Annotated[Path, tyro.conf.Positional],
-    file: Path | None = None,
-    tokens_per_row: int | None = None,
-    rows: int | None = None,
-    device: str = "cpu",
-    export: Path | None = None,
-    json: bool = False,
+    folder: Annotated[Path, tyro.conf.Positional, flag("Folder of a run of `depthmix train`.", "FOLDER")],
+    file: Annotated[
+        Path | None, flag("A text file to evaluate on.", "FILE", default="all of the run's validation data")
+    ] = None,
+    tokens_per_row: Annotated[
+        int | None, flag("Longest context, in tokens.", "TOKENS", default="as in training")
+    ] = None,
+    rows: Annotated[int | None, flag("Sequences per batch.", "N", default="as in training")] = None,
+    device: Annotated[str, flag("Such as cpu or cuda.", "DEVICE")] = "cpu",
+    export: Annotated[
+        Path | None, flag("Also write the model into this folder, as safetensors.", "FOLDER", default="")
+    ] = None,
+    json: Annotated[bool, switch("Print one JSON object.")] = False,
 ) -> int:
-    """Loss and bits per byte of a run's model: the finished one, else that of its newest checkpoint.
+    """Evaluate a run: loss, perplexity and bits per byte of its model.
 
-    Args:
-        folder: of a run of `depthmix train`.
-        file: a text to judge by; by default all of the run's validation data.
-        tokens_per_row: longest context; as in training by default.
-        rows: at a time.
-        device: such as cpu or cuda.
-        export: also write the model into this directory, as safetensors.
-        json: print one object.
+    Of an unfinished run, the model of the newest checkpoint is evaluated.
     """
     data = read_config(folder).data
     model, digest = open_run(folder, device)

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
-import tyro
 
-from depthmix.cli.shared import Several
+from depthmix.cli.shared import Several, flag, repeatable, switch
 from depthmix.mechanisms import DepthStack, KVStack, PluginError, is_kv, kv_mechanism, make_config, mechanism
 from depthmix.mechanisms.make import check_sizes
 from depthmix.mechanisms.registry import naming_plugin, survey
@@ -20,19 +19,30 @@ from depthmix.support.terminal import console, say, styled
 EXAMPLE = "block_attnres.num_blocks=8"
 
 
-def run(
-    dim: int = 768,
-    depth: int = 24,
-    set_: Annotated[Several, tyro.conf.arg(name="set", aliases=("-s",), metavar="NAME.OPTION=VALUE")] = (),
-    json: bool = False,
-) -> int:
-    """List the mechanisms with what they cost and keep; a plug-in that cannot be used is named on stderr.
+EXAMPLES = (
+    "depthmix list",
+    "depthmix list --dim 1024 --depth 128 --set block_attnres.num_blocks=8",
+)
 
-    Args:
-        dim: width for the figures.
-        depth: number of sublayers for the figures.
-        set_: an option of one mechanism, such as block_attnres.num_blocks=8 or mhc.streams=2; repeat the flag for each.
-        json: print a list of objects instead of a table.
+
+def run(
+    dim: Annotated[int, flag("Width D for the figures.", "D")] = 768,
+    depth: Annotated[int, flag("Number of sublayers L for the figures.", "L")] = 24,
+    set_: Annotated[
+        Several,
+        repeatable(
+            "Set an option of one mechanism, such as block_attnres.num_blocks=8 or mhc.streams=2. Repeat the flag "
+            "for each option.",
+            "NAME.OPTION=VALUE",
+            name="set",
+            aliases=("-s",),
+        ),
+    ] = (),
+    json: Annotated[bool, switch("Print a JSON list of objects instead of a table.")] = False,
+) -> int:
+    """List the mechanisms with their state, parameters, traffic and FLOPs.
+
+    A plug-in that cannot be used is left out and named on stderr, with the reason.
     """
     chosen = options_by_mechanism(set_, dim, depth)
     names, broken = survey("depth")

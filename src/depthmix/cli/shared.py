@@ -1,14 +1,55 @@
-"""What several verbs share."""
+"""What the verbs share: how an option is declared, groups of options, how a command ends."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import tyro
 
+from depthmix.support.terminal import print_wrapped
+
 Several = tyro.conf.UseAppendAction[tuple[str, ...]]  # a flag that can be repeated
+
+
+def flag(meaning: str, metavar: str | None = None, *, default: str | None = None, **more: Any) -> Any:
+    """An option with its meaning in the help. `default` tells what happens without it where its value does not."""
+    hint = None if default is None else f"(default: {default})" if default else ""
+    return tyro.conf.arg(help=meaning, metavar=metavar, help_behavior_hint=hint, **more)
+
+
+def switch(meaning: str, **more: Any) -> Any:
+    """A flag without a value, off by default."""
+    return flag(meaning, default="", **more)
+
+
+def repeatable(meaning: str, metavar: str, **more: Any) -> Any:
+    """A flag that is given once for each value."""
+    return tyro.conf.arg(help=meaning, metavar=metavar, help_behavior_hint="(repeatable)", **more)
+
+
+SET = repeatable(
+    "Set any field of the configuration by its dotted key, such as mixer.block_sublayers=4 or schedule.warmup=0.05. "
+    "Repeat the flag for each field.",
+    "KEY=VALUE",
+    name="set",
+    aliases=("-s",),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:  # no docstring here or below: the help would print it
+    data: Annotated[
+        str | None,
+        flag("stdlib, a folder, a text, JSONL or Parquet file, or hf:NAME for a Hugging Face dataset.", "SOURCE",
+             default="stdlib, the sources of Python's standard library"),
+    ] = None  # fmt: skip
+    tokenizer: Annotated[
+        str | None, flag("bytes, bpe:SIZE (trained on the data), or a tokenizer.json.", "TOKENIZER", default="bytes")
+    ] = None
 
 
 @contextmanager
@@ -23,5 +64,5 @@ def resumable() -> Iterator[None]:
 def print_ending(failures: Mapping[str, str], page: Path) -> None:
     """Runs without a result, and where the page is."""
     for label, why in failures.items():
-        print(f"failed: {label}: {why}")
+        print_wrapped(f"failed: {label}: {why}")
     print(f"\nthe whole page: {page}")

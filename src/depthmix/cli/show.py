@@ -17,6 +17,7 @@ import torch
 import tyro
 
 from depthmix.cli.list import describe, describe_kv, flops_words, on_meta, parameters_word, widths
+from depthmix.cli.shared import flag, switch
 from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, is_kv, kv_mechanism, make_config, mechanism
 from depthmix.mechanisms.registry import naming_plugin
 from depthmix.models import PRESETS, count_parameters
@@ -27,25 +28,36 @@ from depthmix.support.terminal import console, styled
 TAG = re.compile(r"\((\w+)\)")
 
 
-def run(
-    name: Annotated[str | None, tyro.conf.Positional] = None,
-    options: tuple[str, ...] = (),
-    dim: int = 768,
-    depth: int = 24,
-    dtype: str = "bfloat16",
-    preset: str | None = None,
-    json: bool = False,
-) -> int:
-    """Show a mechanism: equations and code, options, cost for a given size. Or a decoder: what it is made of.
+EXAMPLES = (
+    "depthmix show block_attnres --options block_sublayers=4 heads=2",
+    "depthmix show --preset attnres-194m",
+)
 
-    Args:
-        name: a name from `depthmix list`.
-        options: options of the mechanism as KEY=VALUE, such as block_sublayers=4 heads=2.
-        dim: width D.
-        depth: number of sublayers L.
-        dtype: of the stream, for the figures in bytes.
-        preset: in place of a mechanism, the name of a decoder, such as attnres-194m; all: every one of them.
-        json: print an object instead of text.
+
+def run(
+    name: Annotated[
+        str | None, tyro.conf.Positional, flag("A name from `depthmix list`.", "[NAME]", default="")
+    ] = None,
+    options: Annotated[
+        tuple[str, ...],
+        flag("Options of the mechanism, such as block_sublayers=4 heads=2.", "KEY=VALUE ...", default="its defaults"),
+    ] = (),
+    dim: Annotated[int, flag("Width D for the figures.", "D")] = 768,
+    depth: Annotated[int, flag("Number of sublayers L for the figures.", "L")] = 24,
+    dtype: Annotated[str, flag("Data type of the stream, for the figures in bytes.", "DTYPE")] = "bfloat16",
+    preset: Annotated[
+        str | None,
+        flag(
+            "Instead of a mechanism: a model of one of the papers, such as attnres-194m, or all for a list.",
+            "NAME",
+            default="",
+        ),
+    ] = None,
+    json: Annotated[bool, switch("Print a JSON object instead of text.")] = False,
+) -> int:
+    """Show a mechanism's equations beside its code, its options and its cost.
+
+    With --preset, show a decoder instead: its configuration and its parameters.
     """
     if (name is None) == (preset is None):
         raise ValueError("show takes one of: NAME, a mechanism from `depthmix list`, or --preset NAME, such as all")

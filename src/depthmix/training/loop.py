@@ -88,7 +88,8 @@ def begin(config: TrainConfig, device: torch.device, report: Report) -> Run:
     if ranks.rank() == 0:
         run.metrics = MetricsFile(run.folder / "metrics.jsonl", run.progress.step, config.run.tracker)
         model_size = {"parameters": count_parameters(config.model).total, "layout": run.model.depth.facts.note}
-        report({"kind": "begin", "step": run.progress.step, "steps": config.run.steps, **model_size})
+        length = {"steps": config.run.steps, "train_tokens": len(corpus.train)}
+        report({"kind": "begin", "step": run.progress.step, **length, **model_size})
     return run
 
 
