@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from depthmix.cli import main
 from depthmix.training import BadLoss, TrainConfig, load_run, loop, override, read_config, score, train
+from depthmix.training.estimate import estimate_seconds
 from tests.runs import lines, tiny_run, weights
 
 
@@ -21,6 +23,86 @@ def printed(capsys: pytest.CaptureFixture[str], *given: object) -> TrainConfig:
     """What `--print-config` resolves."""
     assert main(["train", "--print-config", *map(str, given)]) == 0
     return TrainConfig.from_toml(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "key"),
+    [
+        ("--lr", "0.002", "optimizer.lr"),
+        ("--batch", "3", "data.rows"),
+        ("--context", "40", "data.tokens_per_row"),
+        ("--device", "meta", "run.device"),
+        ("--precision", "bfloat16", "run.precision"),
+        ("--steps", "7", "run.steps"),
+        ("--seed", "5", "run.seed"),
+        ("--data", "some/folder", "data.source"),
+        ("--tokenizer", "bpe:300", "data.tokenizer"),
+    ],
+)
+def test_a_dial_is_the_same_as_its_key(flag: str, value: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    by_flag = printed(capsys, "--depth", "4", flag, value)
+    assert by_flag == printed(capsys, "--depth", "4", "--set", f"{key}={value}")
+    assert by_flag != printed(capsys, "--depth", "4")
+    assert main(["train", flag, value, "--set", f"{key}={value}"]) == 2
+    message = capsys.readouterr().err
+    assert f"{flag} {value} beside --set {key}=…; expected one of them: they set the same field" in message
+
+
+def test_compile_is_a_switch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "--compile").run.compile is True
+    assert printed(capsys).run.compile is False
+
+
+def test_training_says_before_it_starts_how_much_and_how_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(tiny_run(tmp_path / "run", run__steps=4).to_toml())
+    assert main(["train", "--config", str(file)]) == 0
+    shown = capsys.readouterr().err.splitlines()
+    start = next(k for k, line in enumerate(shown) if line.startswith("model: "))
+    model, training, duration, first = shown[start : start + 4]
+    assert re.fullmatch(r"model: [\d,]+ parameters; 2 blocks of 2 sublayers", model)
+    config = read_config(tmp_path / "run")
+    found = re.fullmatch(r"training: ([\d,]+) tokens in 4 steps of ([\d,]+), (\S+) epochs of ([\d,]+) tokens", training)
+    assert found is not None, training
+    tokens, per_step, corpus = (int(found[k].replace(",", "")) for k in (1, 2, 4))
+    assert (tokens, per_step) == (4 * config.tokens_per_step, config.tokens_per_step)
+    assert float(found[3]) == pytest.approx(tokens / corpus, rel=1e-2)
+    assert re.fullmatch(r"roughly \d+ s by the speed of matrix products here", duration)
+    assert "step 1/4, loss " in first
+
+
+def test_a_run_of_days_must_be_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal it takes --yes; elsewhere there is a warning, and training starts."""
+    monkeypatch.setattr("depthmix.cli.train.estimate_seconds", lambda config: lambda steps: steps * 86_400.0)
+    file = tmp_path / "c.toml"
+    file.write_text(tiny_run(tmp_path / "run", run__steps=2).to_toml())
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert main(["train", "--config", str(file)]) == 2
+    message = capsys.readouterr().err
+    assert (
+        "this run will take roughly 2 days 0 h on this machine. Add --yes to start it, or choose a smaller" in message
+    )
+    assert not (tmp_path / "run").exists(), "nothing was started"
+    assert main(["train", "--config", str(file), "--set", "run.steps=1"]) == 0, "a day is not more than a day"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    assert main(["train", "--config", str(file), "--folder", str(tmp_path / "other")]) == 0
+    assert "this run will take roughly 2 days 0 h on this machine; a smaller budget" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert main(["train", "--folder", str(tmp_path / "other")]) == 0, "nothing is left of a complete run"
+    assert main(["train", "--config", str(file), "--folder", str(tmp_path / "third"), "--yes"]) == 0
+
+
+def test_an_estimate_is_of_the_size_of_the_truth(tmp_path: Path) -> None:
+    """Within a factor of ten on any machine and under any load; the text says "roughly"."""
+    config = tiny_run(tmp_path / "run", "residual", depth=4, model__dim=64, run__steps=6)
+    seconds = estimate_seconds(config)
+    assert seconds(6) == pytest.approx(3 * seconds(2))
+    result = train(config)
+    assert result.seconds / 20 < seconds(6) < result.seconds * 10
 
 
 def test_to_begin_anew_trains_the_model_that_the_folder_holds(

@@ -83,4 +83,4 @@ def test_the_first_lines_of_training_say_how_blocks_fall(tmp_path: Path, capsys:
     file = tmp_path / "c.toml"
     file.write_text(tiny_run(tmp_path / "run", depth=6, run__steps=1, model__mixer__num_blocks=2).to_toml())
     assert main(["train", "--config", str(file)]) == 0
-    assert f"depth mixing: 2 blocks of 3 sublayers; {ODD}" in capsys.readouterr().err
+    assert f" parameters; 2 blocks of 3 sublayers; {ODD}" in capsys.readouterr().err

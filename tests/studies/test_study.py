@@ -218,7 +218,7 @@ def test_progress_of_a_study_tells_each_run_and_the_time_left(
     pool.pace.add("residual", 30.0, tasks[0].flops / 2)
     pool.show_progress(Progress(3), tasks[2:])
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "[2/3] residual, seed 1: step 3 of 6; all runs, about 68 s left"
+    assert line == "about 68 s left: [2/3] residual, seed 1: step 3 of 6"
 
 
 def test_the_residual_against_itself_is_no_difference(text: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,8 @@ from depthmix.training.build import check_tokens, open_run
 from depthmix.training.build import export as export_model
 
 EXAMPLES = (
-    "depthmix eval runs/small",
-    "depthmix eval runs/small --file README.md --export out/small",
+    "depthmix eval runs/small --file README.md",
+    "depthmix eval runs/small --file README.md --export out/small --json",
 )
 
 

@@ -27,8 +27,8 @@ from depthmix.studies.scaling_page import (
 from depthmix.support.terminal import print_table
 
 EXAMPLES = (
-    "depthmix scaling --sizes 2 4 --tokens 1e4 --jobs 2",
-    "depthmix scaling --sizes 2 4 --tokens 1e4 --beside attnres-paper",
+    "depthmix scaling --sizes 2 4 --tokens 1e4 -s run.validate_batches=2",
+    "depthmix scaling --sizes 2 4 --tokens 1e4 -s run.validate_batches=2 --json",
 )
 
 

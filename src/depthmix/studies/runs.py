@@ -173,7 +173,7 @@ class Pool:
             done += steps / child.steps
         seconds = pace.seconds_for(work)
         left = None if seconds is None else seconds / min(self.jobs, len(work))
-        progress.show(done, "; ".join([*lines, *([] if left is None else ["all runs"])]), left)
+        progress.show(done, "; ".join(lines), left)
 
 
 def threads_per_run(jobs: int) -> int:

@@ -62,7 +62,7 @@ def cut(text: str, width: int) -> str:
     """At most `width` characters, cut after a whole word and marked with an ellipsis."""
     if len(text) <= width:
         return text
-    return text[: width - 1].rpartition(" ")[0].rstrip(" ,;:") + "…"
+    return text[:width].rpartition(" ")[0].rstrip(" ,;:") + "…"
 
 
 def say(text: str) -> None:
