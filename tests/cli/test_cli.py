@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ def test_list_names_every_mechanism(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for name in dm.list_mechanisms():
         assert name in out
-    assert "FLOPs    of the forward pass per token and sublayer, over D" in out
+    assert "FLOPs    forward pass, per token and sublayer, divided by D" in out
     assert all(len(line) <= 80 for line in out.splitlines()), "fits a plain terminal"
 
 
@@ -68,6 +69,22 @@ def test_list_takes_the_last_of_two_values(capsys: pytest.CaptureFixture[str]) -
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["mhc"]["rank"] == 3
     assert rows["hyper_connections"]["rank"] == 4, "nobody set it"
+
+
+@pytest.mark.parametrize("words", [("list",), ("show", "--preset", "all"), ("show", "--preset", "attnres-194m"),
+                                   ("show", "attnres"), ("show", "mhc"), ("show", "depth_attention"),
+                                   ("verify", "highway", "--checks"), ("verify", "scaled_residual")])  # fmt: skip
+def test_nothing_breaks_inside_a_word_at_80_columns(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+    for columns in ("300", "80"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(list(words)) == 0
+        texts.append(capsys.readouterr().out)
+    wide, narrow = ({w for w in re.findall(r"[^\s│┃]+", text) if re.search(r"\w", w)} for text in texts)
+    assert narrow - wide == set(), "a word is broken"
+    assert max(map(len, texts[1].splitlines())) <= 80
 
 
 @pytest.mark.parametrize("name", [*dm.list_mechanisms(), *dm.list_mechanisms(kind="kv")])
@@ -157,15 +174,6 @@ def test_wrong_input_ends_with_its_message(
     for word in words:
         assert word in captured.err
     assert "Traceback" not in captured.err
-
-
-def test_help_tells_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    out = capsys.readouterr().out
-    for verb in ("list", "show", "verify"):
-        assert verb in out
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

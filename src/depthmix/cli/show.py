@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import json as json_format
 import re
+import textwrap
 import typing
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +27,7 @@ from depthmix.support.checks import parse_value, split_pair
 from depthmix.support.terminal import console, styled
 
 TAG = re.compile(r"\((\w+)\)")
+INDENT = " " * 8
 
 
 EXAMPLES = (
@@ -158,25 +160,35 @@ def cost(stack: DepthStack, dtype: str) -> dict[str, Any]:
 
 
 def print_page(page: dict[str, Any]) -> None:
-    from rich.table import Table
-
     terminal = console()
     title = page["description"].splitlines()[0]
     terminal.print(styled((page["name"], "bold"), f"  {title}\n"))
     for row in page["equations"]:
         terminal.print(styled(f"  ({row['mark']}) ", (row["equation"], "bold")))
         for line in row["code"]:
-            terminal.print(styled("        ", (line, "dim")), soft_wrap=True)
+            terminal.print(styled((indented(line, terminal.width, hanging=4), "dim")), soft_wrap=True)
     prose = [" ".join(p.split()) for p in page["description"].split("\n\n")[1:] if not p.startswith("(")]
     terminal.print("\n" + "\n\n".join(prose) + "\n")
     if page["option_table"]:
-        table = Table(title="Options", title_justify="left")
-        for heading in ("option", "default", "takes", "meaning"):
-            table.add_column(heading, overflow="fold")
+        terminal.print("Options")
         for row in page["option_table"]:
-            table.add_row(*(row[key] for key in ("option", "default", "takes", "meaning")))
-        terminal.print(table)
+            terminal.print(styled("  ", (f"{row['option']} = {row['default']}", "bold"), f"  ({row['takes']})"))
+            terminal.print(indented(row["meaning"], terminal.width), soft_wrap=True)
+        terminal.print()
     terminal.print(cost_table(page) if "cost" in page else kv_cost_table(page))
+
+
+def indented(text: str, width: int, hanging: int = 0) -> str:
+    """Wrapped between words and indented; `hanging` columns more after the first line."""
+    wrapped = textwrap.wrap(
+        text,
+        width,
+        initial_indent=INDENT,
+        subsequent_indent=INDENT + " " * hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(wrapped)
 
 
 def kv_cost_table(page: dict[str, Any]) -> Any:
@@ -205,7 +217,7 @@ def cost_table(page: dict[str, Any]) -> Any:
         ("parameters", f"{figures['parameters']:,}" + (f"  ({page['parameters_formula']})" if defaults else "")),
         ("semiseparable rank of M", rank),
         ("starts as PreNorm", facts["preserves_prenorm"]),
-        ("two-phase", "yes: the queries are known in advance, and sites share a pass" if facts["two_phase"] else "no"),
+        ("two-phase", "yes: the queries are known in advance, so sites share passes" if facts["two_phase"] else "no"),
         ("state", page["state"]),
         ("state, widths D per token", f"{widths(page)}, at a cut / in a read"),
         ("state, bytes per token", f"{at_cut:,}/{in_read:,} in {figures['dtype']}"),
@@ -278,5 +290,5 @@ def print_counts(presets: list[dict[str, Any]]) -> None:
         table.add_row(row["name"], *(f"{row['parameters'][key] / 1e6:,.2f}" for key in headings))
     terminal = console()
     terminal.print(table)
-    terminal.print("active: what one token uses, all but the experts that it does not go to")
-    terminal.print("Configuration and exact counts of one: depthmix show --preset NAME")
+    terminal.print("active: parameters that one token uses; experts it is not routed to are left out")
+    terminal.print("Configuration and exact counts of one preset: depthmix show --preset NAME")
