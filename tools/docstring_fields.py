@@ -1,4 +1,4 @@
-"""An extension of griffe: paragraphs of `name: meaning` lines in a docstring, as dataclasses have them, become lists."""
+"""An extension of griffe: paragraphs of `name: meaning` lines in a docstring, as dataclasses have them, as lists."""
 
 from __future__ import annotations
 
