@@ -349,7 +349,7 @@ def test_a_configuration_that_is_damaged_altered_or_missing_is_named(
         return capsys.readouterr().err
 
     for old, new, words in (
-        ("[model]", "[model", "is damaged: no TOML"),
+        ("[model]", "[model", "is damaged: it is not valid TOML"),
         ("lr = 0.01", "lr = 0.004", "the checkpoints beside it:\n  optimizer.lr: 0.01 there, 0.004 now"),
         ("clip = ", "cut = ", "is no configuration of this version: unknown fields cut of optimizer"),
     ):
