@@ -52,7 +52,7 @@ def test_the_message_tells_how_to_make_the_weights_again(run: Path, capsys: pyte
     before = weights(run)
     flip_a_byte(run / "final" / "model.safetensors")
     assert main(["train", "--folder", str(run)]) == 2
-    assert f"Or remove {run / 'result.json'}, and `depthmix train` makes both again" in capsys.readouterr().err
+    assert f"Or remove {run / 'result.json'}, and `depthmix train` creates both again" in capsys.readouterr().err
     (run / "result.json").unlink()
     assert main(["train", "--folder", str(run)]) == 0
     assert weights(run) == before
