@@ -343,7 +343,7 @@ def test_scaling_fits_a_law_for_each_arm(text: Path, capfd: pytest.CaptureFixtur
     found = json.loads(Path("study/scaling.json").read_text())
     assert set(found["fits"]) == {"residual", "attnres"}
     assert found["beside"]["source"] == "arXiv 2603.15031, Table 2"
-    regime = "arXiv 2603.15031, Table 2 has 205: this study has "
+    regime = "arXiv 2603.15031, Table 2 has 205; this study has "
     assert regime in Path("study/scaling.md").read_text()
     assert regime in capfd.readouterr().out
     assert regime in found["notes"][-1]
