@@ -187,7 +187,7 @@ def test_a_bool_option_of_another_type_is_refused(options: list[Option], value: 
 def test_a_text_option_of_another_type_is_refused(options: list[Option], value: Any) -> None:
     for option in options:
         if option.hint is str:
-            refused(option, value, "a text")
+            refused(option, value, "a string")
 
 
 @pytest.mark.parametrize("value", ["softmaxx", "", None, 1, ["softmax"]], ids=repr)
@@ -775,7 +775,7 @@ def test_the_rank_of_what_is_not_floating_is_refused(measure: Any, dtype: torch.
 def test_the_rank_of_what_is_not_finite_is_refused(measure: Any, value: float, place: tuple[int, int]) -> None:
     M = torch.ones(4, 4).tril()
     M[place] = value
-    with pytest.raises(ValueError, match=says("not finite", "expected numbers", "overflow")):
+    with pytest.raises(ValueError, match=says("not finite", "expected finite numbers", "overflow")):
         measure(M)
 
 
@@ -816,13 +816,13 @@ def patched(stack: dm.DepthStack) -> list[str]:
 
 
 def test_a_trace_of_a_model_without_a_stack_is_refused() -> None:
-    with pytest.raises(ValueError, match=says("Linear holds none", "expected one DepthStack")):
+    with pytest.raises(ValueError, match=says("Linear contains 0 DepthStacks", "expected exactly one")):
         dm.trace(nn.Linear(DIM, DIM), embedding())
 
 
 def test_a_trace_of_a_model_with_two_stacks_is_refused_and_names_them() -> None:
     model = nn.ModuleDict({"encoder": build(), "decoder": build()})
-    with pytest.raises(ValueError, match=says("ModuleDict holds 2", "encoder", "decoder", "expected one DepthStack")):
+    with pytest.raises(ValueError, match=says("ModuleDict contains 2 DepthStacks (encoder, decoder)", "exactly one")):
         dm.trace(model, embedding())
 
 
@@ -947,7 +947,7 @@ def test_channels_that_do_not_exist_are_refused(channels: list[int]) -> None:
 
 def test_contributions_of_a_trace_with_a_few_channels_are_refused() -> None:
     traced = dm.trace(build("highway", gate="channel"), embedding(), [torch.tanh] * DEPTH, channels=[0, 3])
-    with pytest.raises(ValueError, match=says("a few channels", "trace without `channels`")):
+    with pytest.raises(ValueError, match=says("only some channels", "trace without `channels`")):
         traced.contributions(1)
 
 
@@ -992,7 +992,7 @@ def test_loading_a_truncated_trace_says_that_it_is_damaged(tmp_path: Any, kept: 
     path = tmp_path / "trace.safetensors"
     make_trace().save(path)
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=says(path, "damaged or no safetensors file", "Save the trace again")):
+    with pytest.raises(ValueError, match=says(path, "damaged or not a safetensors file", "Save the trace again")):
         dm.Trace.load(path)
 
 
@@ -1004,7 +1004,7 @@ def test_loading_a_truncated_trace_says_that_it_is_damaged(tmp_path: Any, kept: 
 def test_loading_a_foreign_file_says_that_it_is_none(tmp_path: Any, content: bytes) -> None:
     path = tmp_path / "notes.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=says(path, "damaged or no safetensors file")):
+    with pytest.raises(ValueError, match=says(path, "damaged or not a safetensors file")):
         dm.Trace.load(path)
 
 
@@ -1012,7 +1012,7 @@ def test_loading_a_foreign_file_says_that_it_is_none(tmp_path: Any, content: byt
 def test_loading_a_safetensors_file_that_is_no_trace_says_so(tmp_path: Any, metadata: Any) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(2, 2)}, path, metadata)
-    with pytest.raises(ValueError, match=says(path, "no trace", "expected one that Trace.save wrote")):
+    with pytest.raises(ValueError, match=says(path, "not a trace", "expected one that Trace.save wrote")):
         dm.Trace.load(path)
 
 

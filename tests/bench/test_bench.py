@@ -394,7 +394,7 @@ def test_no_figure_while_a_mechanism_is_red(
     from depthmix.analysis.invariants import Check
 
     def red(name: str, *_: Any, **__: Any) -> list[Check]:
-        return [Check("h is the sum of M v, every row", 1.0 if name == "mhc" else 0.0, 1e-12)]
+        return [Check("h equals the sum of M v in every row", 1.0 if name == "mhc" else 0.0, 1e-12)]
 
     monkeypatch.setattr(bench, "verify", red)
     assert main(["bench", "--quick", "--mixers", "mhc"]) == 2

@@ -153,7 +153,7 @@ def test_folders_of_others_are_not_touched(
         (run / name / "mine").write_text("precious")
     (run / "config.toml").write_text("[project]\nname = 'theirs'\n")
     assert main(["train", "--config", str(tmp_path / "asked.toml"), "--folder", str(run), *more]) == 2
-    assert "unknown parts project" in capsys.readouterr().err
+    assert "unknown sections project" in capsys.readouterr().err
     assert all((run / name / "mine").is_file() for name in ("checkpoints", "final", "tensorboard"))
     assert "theirs" in (run / "config.toml").read_text()
 
@@ -171,12 +171,12 @@ def test_a_configuration_that_was_written_by_hand_into_the_folder_stays(tmp_path
 def test_a_run_inside_its_own_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_run(tmp_path / "run")
     inside = override(config, "run.folder", str(tmp_path / "text" / "runs" / "run"))
-    with pytest.raises(ValueError, match=r"lies inside data\.source=.*Choose a folder outside"):
+    with pytest.raises(ValueError, match=r"is inside data\.source=.*Choose a folder outside"):
         train(inside)
     assert not (tmp_path / "text" / "runs").exists()
     study = ["--folder", str(tmp_path / "text" / "study"), "--data", str(tmp_path / "text")]
     assert main(["compare", "--depth", "2", "--tokens", "1000", *study]) == 2
-    assert "lies inside data.source=" in capsys.readouterr().err
+    assert "is inside data.source=" in capsys.readouterr().err
 
 
 def test_weights_that_a_last_step_broke_are_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -466,7 +466,7 @@ def test_a_lock_is_waited_for_or_refused_and_ends_with_its_block(
         assert not entered.wait(0.3)
     waiting.join()
     assert entered.is_set()
-    assert capsys.readouterr().err == f"waiting for another process at {path}\n"
+    assert capsys.readouterr().err == f"waiting for another process to release {path}\n"
     with lock(path, "it is taken"):
         pass
 

@@ -211,7 +211,8 @@ def test_an_unfinished_run_is_read_from_its_checkpoint(runs: Path, recwarn: pyte
 def test_a_run_of_0_1_0_is_not_continued_with_the_blocks_of_today(runs: Path) -> None:
     with other_defaults():
         today = override(read_config("unfinished"), "model.mixer", "block_attnres")
-        with pytest.raises(ValueError, match=r"another configuration:\s+model\.mixer\.block_sublayers: 3 there, 2 now"):
+        words = r"another configuration:\s+model\.mixer\.block_sublayers: was 3, is now 2"
+        with pytest.raises(ValueError, match=words):
             train(today)
 
 
@@ -294,7 +295,7 @@ def test_the_digest_is_of_the_options_that_count_however_they_were_given(tmp_pat
     assert same.digest == config.digest
     assert difference(config, same) == []
     assert other.digest != config.digest
-    assert difference(config, other) == ["model.mixer.block_sublayers: 5 there, 7 now"]
+    assert difference(config, other) == ["model.mixer.block_sublayers: was 5, is now 7"]
 
 
 @pytest.mark.parametrize(

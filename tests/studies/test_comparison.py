@@ -331,10 +331,10 @@ def test_a_page_of_one_seed_has_no_intervals(tmp_path: Path) -> None:
 
 
 def test_the_best_learning_rate_at_the_edge_is_told(tmp_path: Path) -> None:
-    assert "try more beyond it" not in page_of(tmp_path, [0, 0.1], 1)
+    assert "try rates beyond" not in page_of(tmp_path, [0, 0.1], 1)
     found = compare([run("a", 0)], {})
     page = render(found, {"a": {1e-3: 2.0, 2e-3: 1.9}}, ABOUT, {}, tmp_path)
-    assert "first or last that was tried for a: try more beyond it" in page
+    assert "lowest or highest that was tried for a: try rates beyond." in page
 
 
 def with_depth(one: Run, **line: Any) -> Run:
@@ -361,7 +361,8 @@ def test_the_page_tells_what_was_recorded_over_depth(tmp_path: Path) -> None:
     assert "![Magnitudes over depth](figures/depth.png)" in page
     table = page.split("## Over depth")[1].split("\n\n")[1]
     assert table.splitlines() == [
-        "| arm | largest state | gradient, early over late | embedding's share | recording | shares of |",
+        "| arm | largest state norm | gradient norm, early / late | embedding's share | recording time "
+        "| shares computed from |",
         "|---|---|---|---|---|---|",
         "| a | 3.54 | 3.00 | 0.440 | 0.50% | weights |",
         "| b |  | 2.00 |  |  |  |",

@@ -117,7 +117,7 @@ def test_a_length_or_a_size_that_is_none_is_refused(capfd: pytest.CaptureFixture
     for given, words in (
         (["compare", "--depth", "2", "--tokens", "-5"], "-5 tokens for a run; expected a number above 0"),
         (["compare", "--depth", "2", "--tokens", "5", "--set", "run.steps=5"], "tokens=5 beside run.steps=5"),
-        (["compare", "--shapes", "2x16,2x16"], "sizes 2x16, 2x16; expected each once"),
+        (["compare", "--shapes", "2x16,2x16"], "sizes 2x16, 2x16; expected each size once"),
         (["scaling", "--sizes", "2", "4", "--set", "run.steps=5"], "run.steps is the same for every size"),
         (["scaling", "--sizes", "2"], "sizes 2; expected at least two"),
     ):
@@ -343,7 +343,7 @@ def test_scaling_fits_a_law_for_each_arm(text: Path, capfd: pytest.CaptureFixtur
     found = json.loads(Path("study/scaling.json").read_text())
     assert set(found["fits"]) == {"residual", "attnres"}
     assert found["beside"]["source"] == "arXiv 2603.15031, Table 2"
-    regime = "arXiv 2603.15031, Table 2 has 205: this study has "
+    regime = "arXiv 2603.15031, Table 2 has 205; this study has "
     assert regime in Path("study/scaling.md").read_text()
     assert regime in capfd.readouterr().out
     assert regime in found["notes"][-1]
@@ -356,9 +356,9 @@ def test_an_arm_can_have_a_learning_rate_of_its_own() -> None:
     arms = make_arms(grid("residual", "block_attnres", "residual", rates={"residual": 1.5e-3}))
     dial = TrainConfig.from_dial(2, "block_attnres", dim=16).optimizer.lr
     assert [arm.config.optimizer.lr for arm in arms] == [1.5e-3, dial, 1.5e-3]
-    with pytest.raises(ValueError, match="a learning rate for 'highway'; expected one of the arms: residual"):
+    with pytest.raises(ValueError, match="a learning rate is given for 'highway'; expected one of the arms: residual"):
         make_arms(grid("residual", rates={"highway": 1e-3}))
-    with pytest.raises(ValueError, match=r"a learning rate for residual beside optimizer.lr for all arms"):
+    with pytest.raises(ValueError, match=r"a learning rate is given for residual, and optimizer.lr for all arms"):
         make_arms(grid("residual", rates={"residual": 1e-3}, sweeps={"optimizer.lr": ["1e-3", "2e-3"]}))
 
 

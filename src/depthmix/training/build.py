@@ -1,4 +1,4 @@
-"""Models at the start of a run, and out of a run's folder."""
+"""The initial model of a run, and models loaded from a run's folder."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from depthmix.support.files import format_of, read_object, seed_of
 from depthmix.training import checkpoint, ranks
 from depthmix.training.config import DataConfig, TrainConfig
 
-RESULT_AGAIN = "Remove it, and `depthmix train` makes it again from the newest checkpoint"
+RESULT_AGAIN = "Remove it, and `depthmix train` creates it again from the newest checkpoint"
 
 
 def open_corpus(data: DataConfig) -> Corpus:
-    """The tokens that a configuration asks for, prepared where they are not there yet."""
+    """The tokens that a configuration names, prepared if they do not exist yet."""
     return prepare(
         data.source, tokenizer=data.tokenizer, folder=data.path, validation=data.validation, field=data.field
     )
@@ -32,26 +32,26 @@ def open_corpus(data: DataConfig) -> Corpus:
 def check_tokens(corpus: Corpus, digest: str, folder: Path) -> None:
     if digest != corpus.digest:
         raise ValueError(
-            f"the tokens in {corpus.folder} are not those that {folder} was trained on: digest {corpus.digest[:12]}, "
-            f"there {digest[:12]}. Bring the data back, or choose another folder"
+            f"the tokens in {corpus.folder} are not those that {folder} was trained on (digest {corpus.digest[:12]}, "
+            f"expected {digest[:12]}). Restore the data, or choose another folder"
         )
 
 
-def check_apart(data: DataConfig, folder: Path) -> None:
-    """What a run writes must not become text to train on."""
+def check_outside_source(data: DataConfig, folder: Path) -> None:
+    """Raise an error if files written to `folder` would be read as training text."""
     source, target = user_path(data.source), folder.resolve()
     if data.source != "stdlib" and source.is_dir() and source.resolve() in (target, *target.parents):
         raise ValueError(
-            f"folder={folder} lies inside data.source={data.source}, and what is written there would be read as text. "
-            "Choose a folder outside of it"
+            f"folder={folder} is inside data.source={data.source}, so files written there would be read as text. "
+            "Choose a folder outside it"
         )
 
 
 def initial_model(config: TrainConfig) -> Decoder:
-    """Every parameter is drawn by (seed, its name): arms of a comparison share what they have in common."""
+    """Each parameter is drawn by (seed, its name), so parameters that two models share start equal."""
     seed, draw = config.run.seed, config.run.weights_seed
     size = count_parameters(config.model).total
-    copies = 3 if config.run.device == "cpu" else 1  # on the way to another device only the weights are here
+    copies = 3 if config.run.device == "cpu" else 1  # for another device, only the weights are created here
     check_memory(
         f"{size:,} parameters{' with their gradients and the state of the optimiser' if copies > 1 else ''}",
         4.0 * copies * size,
@@ -64,7 +64,7 @@ def initial_model(config: TrainConfig) -> Decoder:
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """A full disk is an OSError whoever writes; safetensors has its own word for it."""
+    """Raise an OSError where safetensors raises its own error, such as for a full disk."""
     from safetensors import SafetensorError
 
     try:
@@ -74,7 +74,7 @@ def disk_errors() -> Iterator[None]:
 
 
 def export(model: Decoder, directory: Path, tokenizer: Path | None = None) -> None:
-    """safetensors, configuration and tokenizer, as `depthmix generate` reads them; of a sharded model too."""
+    """Save weights, configuration and tokenizer for `depthmix generate`; the model may be sharded."""
     tensors = {name: ranks.full_tensor(tensor) for name, tensor in model.state_dict().items()}
     if ranks.rank() == 0:
         with torch.device("meta"):
@@ -87,7 +87,7 @@ def export(model: Decoder, directory: Path, tokenizer: Path | None = None) -> No
 
 
 def load_run(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> Decoder:
-    """The model of a run: the finished one, else that of its newest checkpoint."""
+    """The model of a run: the final one if it is complete, otherwise that of its newest checkpoint."""
     return open_run(Path(folder), device)[0]
 
 
@@ -100,7 +100,9 @@ def open_run(folder: Path, device: torch.device | str) -> tuple[Decoder, str]:
     config = read_config(folder)
     newest = checkpoint.load_latest(folder / "checkpoints")
     if newest is None:
-        raise FileNotFoundError(f"{folder} has neither a final model nor a checkpoint; expected a run that has begun")
+        raise FileNotFoundError(
+            f"{folder} has neither a final model nor a checkpoint; expected a run with at least one checkpoint"
+        )
     model = Decoder(config.model)
     _, state = newest
     model.load_state_dict(with_records(model, state["model"]))
@@ -110,5 +112,5 @@ def open_run(folder: Path, device: torch.device | str) -> tuple[Decoder, str]:
 def read_config(folder: str | os.PathLike[str]) -> TrainConfig:
     path = Path(folder) / "config.toml"
     if not path.is_file():
-        raise FileNotFoundError(f"no {path}; expected the folder of a run of `depthmix train`")
+        raise FileNotFoundError(f"no {path}; expected the folder of a `depthmix train` run")
     return TrainConfig.from_file(path)
