@@ -10,7 +10,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 help:
 	@echo "make demo         train residual, block_attnres and depth_attention side by side (about 4 minutes); a page under out/"
-	@echo "make matrices     heat maps of M for every mechanism, under out/"
+	@echo "make matrices     heat maps of M for every mechanism, under out/; renews docs/images/mixing_matrices.png"
 	@echo "make study        compare six mechanisms over five seeds with two optimisers (about two hours); writes docs/results/first_study*"
 	@echo "make test         linters, types and all tests (a few minutes on two cores)"
 	@echo "make test-full    the same with every combination of mechanism, KV site and form of the decoder, and 10,000 random command lines"
@@ -43,6 +43,7 @@ demo: $(VENV)/dev
 
 matrices: $(VENV)/dev
 	$(BIN)/python examples/mixing_matrices.py out/mixing_matrices
+	cp out/mixing_matrices/all.png docs/images/mixing_matrices.png
 
 # Started again it resumes; ARGS="--seeds 1" for a part of it, whose runs the whole then uses. What a mechanism gains
 # depends on the optimiser, so both are compared, each at the best of its own rates. STUDIES is where the runs are kept.
