@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # bf16 products end in an illegal instruction on CPUs that advertise AMX without its tile palette.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo matrices study test test-full lint docs house conformance bench clean help
+.PHONY: demo matrices study test test-full lint docs package house conformance bench clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make conformance  compare with public implementations from PyPI"
 	@echo "make bench        measure speed and memory beside other implementations; writes docs/results/speed.md (over an hour)"
 	@echo "make docs         build the documentation into site/"
+	@echo "make package      build wheel and sdist into dist/, and try each in an empty environment (a few minutes)"
 	@echo "make house        draw which floor imports from which, from the source, into docs/house.md"
 	@echo "make clean        remove everything that was built"
 
@@ -96,6 +97,9 @@ house: $(VENV)/dev
 
 docs: $(VENV)/dev
 	$(BIN)/mkdocs build --strict --quiet
+
+package: $(VENV)/dev
+	$(BIN)/python -m tools.package
 
 clean:
 	rm -rf $(VENV) .venv-conformance .venv-bench build dist site out .pytest_cache .mypy_cache .ruff_cache .hypothesis
