@@ -173,5 +173,5 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
     for module in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ModuleNotFoundError, match=r"depthmix\[report\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"depthmix\[figures\]"):
         figures.new_figure()

@@ -1,4 +1,4 @@
-"""Pictures of saved traces. Needs matplotlib: pip install 'depthmix[report]'."""
+"""Pictures of saved traces. Needs matplotlib: pip install 'depthmix[figures]'."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def new_figure() -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ModuleNotFoundError("figures need matplotlib; install it with: pip install 'depthmix[report]'") from None
+        raise ModuleNotFoundError("figures need matplotlib; install it with: pip install 'depthmix[figures]'") from None
     figure = Figure(layout="constrained")
     FigureCanvasAgg(figure)
     return figure

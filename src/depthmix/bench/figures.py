@@ -1,4 +1,4 @@
-"""Pictures of a saved result. Needs matplotlib: pip install 'depthmix[report]'."""
+"""Pictures of a saved result. Needs matplotlib: pip install 'depthmix[figures]'."""
 
 from __future__ import annotations
 

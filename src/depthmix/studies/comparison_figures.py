@@ -1,4 +1,4 @@
-"""Pictures of a comparison and of a scaling study. Needs matplotlib: pip install 'depthmix[report]'."""
+"""Pictures of a comparison and of a scaling study. Needs matplotlib: pip install 'depthmix[figures]'."""
 
 from __future__ import annotations
 
