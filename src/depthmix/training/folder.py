@@ -26,7 +26,7 @@ from depthmix.training.manifest import list_checkpoints
 
 CONFIG, RESULT = "config.toml", "result.json"
 PATIENCE = 1.0  # seconds
-RUN_FILES = (RESULT, "final", "checkpoints", "snapshots", "metrics.jsonl", "tensorboard")
+RUN_FILES = (RESULT, "final", "checkpoints", "snapshots", "metrics.jsonl", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True, kw_only=True)
