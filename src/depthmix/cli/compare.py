@@ -8,12 +8,11 @@ from typing import Annotated
 
 import tyro
 
-from depthmix.analysis.figures import new_figure
-from depthmix.cli.shared import Several, print_ending, resumable
+from depthmix.cli.shared import Several, can_draw, print_ending, print_points, resumable
 from depthmix.studies import Comparison, Grid, Size, make_arms, run_study
 from depthmix.studies.arms import equal_compute
 from depthmix.studies.comparison_figures import draw_comparison
-from depthmix.studies.comparison_page import LOSS_HEADINGS, loss_cells, render
+from depthmix.studies.comparison_page import console_losses, render, verdict_lines
 from depthmix.studies.page import describe_study
 from depthmix.studies.publish import check_target, write_study
 from depthmix.studies.study import compare_study
@@ -71,7 +70,7 @@ def run(
             snapshots into this folder: all but weights, checkpoints and logs.
         json: print the whole result as one object.
     """
-    new_figure()  # tells where matplotlib is missing, before the first hour and not after it
+    with_figures = can_draw()  # said before the first hour and not after it
     sizes = [Size.of(text) for text in shapes.split(",")] if shapes else [Size(depth=depth, dim=dim)]
     check_target(publish, folder)
     if lrs and lr_of:
@@ -83,7 +82,7 @@ def run(
     with resumable():
         study = run_study(arms, seeds=seeds, folder=folder, lrs=lrs, lr_share=lr_share, jobs=jobs)
     comparison, provenance = compare_study(study), describe_study(study, seeds=seeds)
-    figures = draw_comparison(comparison, study.sweeps, folder / "figures")
+    figures = draw_comparison(comparison, study.sweeps, folder / "figures") if with_figures else {}
     text = render(comparison, study.sweeps, provenance, figures, folder)
     page, result = write_study(study, "comparison", text, provenance, comparison.to_dict(), figures, publish)
     print(result, end="") if json else print_comparison(comparison, study.failures, page)
@@ -91,9 +90,6 @@ def run(
 
 
 def print_comparison(comparison: Comparison, failures: Mapping[str, str], page: Path) -> None:
-    shown = [k for k, heading in enumerate(LOSS_HEADINGS) if heading not in ("parameters", "sd", "against")]
-    cells = [[row[k] for k in shown] for row in loss_cells(comparison)]
-    print_table("Final validation loss", [LOSS_HEADINGS[k] for k in shown], cells)
-    for row in comparison.rows:
-        print(f"- {row.verdict}")
+    print_table("Final validation loss; differences are from the baseline, paired by seed", *console_losses(comparison))
+    print_points(verdict_lines(comparison))
     print_ending(failures, page)

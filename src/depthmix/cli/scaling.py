@@ -8,8 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from depthmix.analysis.figures import new_figure
-from depthmix.cli.shared import Several, print_ending, resumable
+from depthmix.cli.shared import Several, can_draw, print_ending, print_points, resumable
 from depthmix.studies import Grid, Size, Study, make_arms, run_study
 from depthmix.studies.arms import per_parameter
 from depthmix.studies.page import describe_study
@@ -17,12 +16,12 @@ from depthmix.studies.publish import check_target, write_study
 from depthmix.studies.published import describe_regime, find_published
 from depthmix.studies.scaling_page import (
     Scaling,
+    console_laws,
     draw_scaling,
     fit_scaling,
-    law_cells,
-    law_headings,
     read_points,
     render,
+    verdict_lines,
 )
 from depthmix.support.terminal import print_table
 
@@ -70,7 +69,7 @@ def run(
         publish: also copy all but weights, checkpoints and logs into this folder.
         json: print the whole result as one object.
     """
-    new_figure()
+    with_figures = can_draw()
     shapes = [Size.of(size) for size in sizes]
     grid = Grid.parse(mixers, shapes, sweep=sweep, settings=set_, data=data, tokenizer=tokenizer)
     if len(sizes) < 2:
@@ -86,7 +85,7 @@ def run(
     scaling = fit_scaling(read_points(study), baseline=arms[0].mixer, irreducible=irreducible)
     scaling = dataclasses.replace(scaling, notes=[*scaling.notes, describe_regime(study)], beside=published)
     provenance = describe_study(study, seeds=seeds)
-    figures = draw_scaling(scaling, folder / "figures")
+    figures = draw_scaling(scaling, folder / "figures") if with_figures else {}
     text = render(scaling, study.sweeps, provenance, figures, folder)
     page, result = write_study(study, "scaling", text, provenance, scaling.to_dict(), figures, publish)
     print(result, end="") if json else print_scaling(scaling, study, page)
@@ -94,7 +93,6 @@ def run(
 
 
 def print_scaling(scaling: Scaling, study: Study, page: Path) -> None:
-    print_table(scaling.formula, law_headings(scaling), law_cells(scaling))
-    for line in (*scaling.verdicts, *scaling.notes):
-        print(f"- {line}")
+    print_table(scaling.formula, *console_laws(scaling))
+    print_points(verdict_lines(scaling))
     print_ending(study.failures, page)

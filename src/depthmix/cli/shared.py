@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import tyro
 
-from depthmix.support.terminal import say
+from depthmix.analysis.figures import new_figure
+from depthmix.support.terminal import console, say, wrapped
 from depthmix.training.build import OpenedRun, open_run
 
 Several = tyro.conf.UseAppendAction[tuple[str, ...]]  # a flag that can be repeated
@@ -22,6 +23,22 @@ def resumable() -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt("stopped; the same command resumes from here") from None
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed; says what to install where it is not."""
+    try:
+        new_figure()
+    except ModuleNotFoundError:
+        say("matplotlib is not installed, so figures are left out; add them with: pip install 'depthmix[figures]'")
+        return False
+    return True
+
+
+def print_points(lines: Iterable[str]) -> None:
+    """As a list, broken between words only."""
+    for line in lines:
+        print("\n".join(wrapped(f"- {line}", console().width, indent="  ")))
 
 
 def print_ending(failures: Mapping[str, str], page: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -40,17 +41,30 @@ def styled(*parts: str | tuple[str, str]) -> Text:
 
 
 def print_table(title: str, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """A plain table; columns without any content are left out."""
-    from rich import box
-    from rich.table import Table
+    """A plain table; columns without any content are left out.
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    shown = [k for k in range(len(headings)) if any(row[k] for row in cells)]
-    for k in shown:
-        table.add_column(headings[k], overflow="fold", no_wrap=k > 0)
-    for row in cells:
-        table.add_row(*(row[k] for k in shown))
-    console().print(table)
+    Where it is wider than the terminal, the cells of the first column have lines of their own: no word is broken.
+    """
+    from rich.cells import cell_len, set_cell_size
+
+    shown = [k for k in range(len(headings)) if any(row[k] for row in cells)] or [0]
+    rows = [[row[k] for k in shown] for row in (headings, *cells)]
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    stacked = sum(widths) + 2 * (len(widths) - 1) > (room := console().width)
+    print(title)
+    for number, (first, *others) in enumerate(rows):
+        padded = [set_cell_size(cell, width) for cell, width in zip(others, widths[1:], strict=True)]
+        if stacked:
+            print("\n".join(wrapped(first, room)))
+            first, widths[0] = "", 0
+        print("  ".join([set_cell_size(first, widths[0]), *padded]).rstrip())
+        if number == 0:
+            print("─" * (sum(widths) + 2 * (len(widths) - 1)))
+
+
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Its lines on a terminal, broken between words only; those after the first are indented."""
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def say(text: str) -> None:
