@@ -178,7 +178,7 @@ def test_without_matplotlib_a_study_runs_and_leaves_its_figures_out(verb: str, t
     for k in range(20):
         (tmp_path / "text" / f"{k}.txt").write_text(f"the file of number {k} says the same as the others. " * 20)
     sizes = {"compare": ["--depth", "2", "--dim", "16", "--seeds", "1"], "scaling": ["--sizes", "2x8", "2x16"]}[verb]
-    given = [verb, "--mixers", "residual", "attnres", *sizes, "--tokens", "160", "--data", "text", "--folder", "study"]
+    given = [verb, "--mixers", "residual", *sizes, "--tokens", "160", "--data", "text", "--folder", "study"]
     for setting in TINY:
         given += ["--set", setting]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -190,7 +190,7 @@ def test_without_matplotlib_a_study_runs_and_leaves_its_figures_out(verb: str, t
         "matplotlib is not installed, so figures are left out; add them with: pip install 'depthmix[figures]'"
     ]
     page = tmp_path / "study" / ("comparison.md" if verb == "compare" else "scaling.md")
-    assert "attnres" in page.read_text()
+    assert "residual" in page.read_text()
     assert "![" not in page.read_text()
     assert not [*tmp_path.rglob("*.png")]
 

@@ -15,13 +15,13 @@ from depthmix.analysis.invariants import verify
 from depthmix.bench import PARTS, ChildFailed, Part, Report, Settings, run_suite
 from depthmix.bench.figures import draw_all
 from depthmix.bench.model import options_for
-from depthmix.bench.page import figure_text, interval_text, name_of, render
+from depthmix.bench.page import QUICK_NOTE, figure_text, interval_text, name_of, render
 from depthmix.bench.suite import FOCUS
 from depthmix.mechanisms import list_mechanisms, mechanism
 from depthmix.support.files import read_text, write_text
 from depthmix.support.terminal import console, say, styled
 
-BOUNDS = {  # what is aimed at; the figures stand beside them, whatever they are
+BOUNDS = {  # targets; figures are shown beside them, whatever they are
     "ops.attend, forward": 3.0,
     "ops.attend, forward and backward": 12.0,
     "ops.attend against fla-core naive, forward and backward": 0.2,
@@ -115,25 +115,27 @@ def run(
 
 
 def check_targets(output: Path | None, markdown: Path | None, figures: Path | None) -> None:
-    """Before the first hour, not after it."""
+    """Errors before the first hour of work, not after it."""
     for path in (output, markdown):
         if path is not None and path.is_dir():
             raise ValueError(f"{path} is a folder; expected the name of a file to write")
     if figures is not None:
         if figures.is_file():
             raise ValueError(f"{figures} is a file; expected a folder for the figures")
-        new_figure()  # tells where matplotlib is missing
+        new_figure()  # raises if matplotlib is missing
 
 
 def refuse_failing(names: Iterable[str]) -> None:
-    jobs = [(name, mechanism(name)) for name in dict.fromkeys(("residual", *names))]  # an unknown one is told first
+    jobs = [(name, mechanism(name)) for name in dict.fromkeys(("residual", *names))]  # unknown names are errors first
     for name, cls in jobs:
         measured = options_for(name, depth=7)
         for options in [cls.variants[0], *([measured] if measured else [])]:
             failed = [c.name for c in verify(name, options, dtype=torch.float32) if not c.holds]
             if failed:
                 reasons = "; ".join(failed)
-                raise ValueError(f"{name} is not right yet, so its speed is of no interest: {reasons}. See verify")
+                raise ValueError(
+                    f"{name} fails checks, so it is not measured: {reasons}. Run `depthmix verify {name}` for details"
+                )
 
 
 def print_table(report: Report) -> None:
@@ -151,7 +153,8 @@ def print_table(report: Report) -> None:
             bound = "" if row.bound is None else f"{row.bound:,g}"
             table.add_row(f"  {name_of(row)}", figure_text(row), interval_text(row), bound, row.verdict)
     terminal.print(table)
-    terminal.print("× is the ratio to the plain residual's, or to what the line names; kept is beyond the residual's.")
+    times = "× is the ratio to the plain residual, or to what the row names."
+    terminal.print(f"{QUICK_NOTE if report.quick else times} Bytes kept are those beyond the residual's.")
     for line in dict.fromkeys(row.note for row in report.of("peak") if row.note):
         terminal.print(line)
     for key in ("machine", "reads", "rounds", "processes", "command"):
