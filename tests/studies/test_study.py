@@ -125,6 +125,18 @@ def test_a_length_or_a_size_that_is_none_is_refused(capfd: pytest.CaptureFixture
         assert words in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("steps", "accumulate", "every"), [(1000, 1, 40), (400, 1, 16), (150, 1, 16), (75, 2, 8), (20, 1, 5), (2, 1, 1)]
+)
+def test_short_runs_are_validated_less_often(steps: int, accumulate: int, every: int) -> None:
+    """Validation reads 16 batches: 25 times in 400 steps, then no more tokens than training, and at least 4 times."""
+    settings = {"run.steps": str(steps), "run.validate_batches": "16", "run.accumulate": str(accumulate)}
+    (arm,) = make_arms(grid("residual", settings=settings))
+    assert (arm.config.run.steps, arm.config.run.validate_every) == (steps, every)
+    (asked,) = make_arms(grid("residual", settings={**settings, "run.validate_every": "1"}))
+    assert asked.config.run.validate_every == 1
+
+
 def test_scaling_arms_have_tokens_by_their_parameters_and_a_baseline_of_their_own_size() -> None:
     settings = {key: value for key, value in SMALL.items() if key != "run.steps"}
     sizes = [Size.of("2"), Size.of("4")]

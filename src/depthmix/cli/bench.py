@@ -19,7 +19,7 @@ from depthmix.bench.page import QUICK_NOTE, figure_text, interval_text, name_of,
 from depthmix.bench.suite import FOCUS
 from depthmix.mechanisms import list_mechanisms, mechanism
 from depthmix.support.files import read_text, write_text
-from depthmix.support.terminal import console, say, styled
+from depthmix.support.terminal import console, print_table, say
 
 BOUNDS = {  # targets; figures are shown beside them, whatever they are
     "ops.attend, forward": 3.0,
@@ -110,7 +110,7 @@ def run(
     drawn = draw_all(report, figures) if figures is not None else {}
     if markdown is not None:
         write_text(markdown, render(report, drawn, markdown.parent))
-    print(report.to_json()) if json else print_table(report)
+    print(report.to_json()) if json else print_report(report)
     return 0
 
 
@@ -138,23 +138,18 @@ def refuse_failing(names: Iterable[str]) -> None:
                 )
 
 
-def print_table(report: Report) -> None:
-    from rich import box
-    from rich.table import Table
-
-    terminal = console()
-    table = Table(title="What reading over depth costs", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("", "figure", "interval", "at most", "verdict"):
-        table.add_column(heading, overflow="fold", min_width={"": 22, "verdict": 11}.get(heading))
+def print_report(report: Report) -> None:
+    print("What reading over depth costs")
     for part in dict.fromkeys(row.part for row in report.rows):
-        table.add_section()
-        table.add_row(styled((part, "bold")))
+        cells = []
         for row in report.of(part):
             bound = "" if row.bound is None else f"{row.bound:,g}"
-            table.add_row(f"  {name_of(row)}", figure_text(row), interval_text(row), bound, row.verdict)
-    terminal.print(table)
+            cells.append((name_of(row), figure_text(row), interval_text(row), bound, row.verdict))
+        print()
+        print_table("", (part, "figure", "interval", "at most", "verdict"), cells)
+    terminal = console()
     times = "× is the ratio to the plain residual, or to what the row names."
-    terminal.print(f"{QUICK_NOTE if report.quick else times} Bytes kept are those beyond the residual's.")
+    terminal.print(f"\n{QUICK_NOTE if report.quick else times} Bytes kept are those beyond the residual's.")
     for line in dict.fromkeys(row.note for row in report.of("peak") if row.note):
         terminal.print(line)
     for key in ("machine", "reads", "rounds", "processes", "command"):

@@ -51,7 +51,8 @@ def print_table(title: str, headings: Sequence[str], cells: Sequence[Sequence[st
     rows = [[row[k] for k in shown] for row in (headings, *cells)]
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     stacked = sum(widths) + 2 * (len(widths) - 1) > (room := console().width)
-    print(title)
+    if title:
+        print(title)
     for number, (first, *others) in enumerate(rows):
         padded = [set_cell_size(cell, width) for cell, width in zip(others, widths[1:], strict=True)]
         if stacked:
