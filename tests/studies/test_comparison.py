@@ -172,7 +172,7 @@ def test_one_validation_cannot_tell_what_a_token_is_worth(gain: float) -> None:
     (row,) = compared.rows
     assert row.difference is not None
     assert row.difference.excludes(0)
-    assert "and a token is worth" not in row.verdict
+    assert "and one of its tokens is worth" not in row.verdict
     assert "what a token is worth cannot be determined (a run was validated only once)" in row.verdict
     told = json.loads(json.dumps(compared.to_dict()))["rows"][0]
     assert told["speed_ups"] == {"tokens": None, "seconds": None, "flops": None}
@@ -276,7 +276,8 @@ def test_the_console_says_what_the_page_says_in_80_columns(arm: str, capsys: pyt
     assert worth is not None
     assert f"(95% interval {difference.low:+.4f} to {difference.high:+.4f}, 3 seeds)" in row.verdict
     assert f"0.80 times residual's tokens/s (95% interval {speed.low:.2f} to {speed.high:.2f})" in row.verdict
-    assert f"of residual's (95% interval {worth.low:.2f} to {worth.high:.2f})" in row.verdict
+    words = f"and one of its tokens is worth {worth.mean:.2f} of residual's"
+    assert f"{words} (95% interval {worth.low:.2f} to {worth.high:.2f})" in row.verdict
     for caveat in (
         "Each 95% interval holds on its own: with 2 arms,",
         "Control: residual, trained again, differs from itself by 0.01 in tokens/s.",

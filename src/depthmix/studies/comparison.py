@@ -214,7 +214,7 @@ def unknown_reason(pairs: Sequence[tuple[Run, Run]]) -> str:
 
 
 def reached(target: float, xs: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Where a curve gets to `target` for good, between its points by straight lines; None: beyond the run."""
+    """Where a curve falls to `target` and stays there, by linear interpolation; None: not within the run."""
     above = [i for i, loss in enumerate(losses) if loss > target]
     if not above:
         return xs[0]
@@ -252,7 +252,7 @@ def needed(pairs: Sequence[tuple[Run, Run]], axis: Axis) -> float | None:
 
 
 def crossings(pairs: Sequence[tuple[Run, Run]], axis: Axis) -> list[Crossing]:
-    """Where the mean curves change places.
+    """Where the mean curves cross.
 
     With several seeds a side counts only once the paired interval excludes 0, so noise around 0 is no crossing.
     """
@@ -298,7 +298,7 @@ def describe_worth(base: str, speed_up: Estimate | None, unknown: str) -> str:
         return f"; what a token is worth cannot be determined ({unknown})"
     if speed_up is None:
         return ""
-    return f", and a token is worth {speed_up.mean:.2f} of {base}'s{in_brackets(speed_up)}"
+    return f", and one of its tokens is worth {speed_up.mean:.2f} of {base}'s{in_brackets(speed_up)}"
 
 
 def interval_of(e: Estimate | None, form: str) -> str:
