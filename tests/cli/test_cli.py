@@ -176,6 +176,42 @@ def test_wrong_input_ends_with_its_message(
     assert "Traceback" not in captured.err
 
 
+WITHOUT = "import sys; sys.modules['matplotlib'] = None; from depthmix.cli import main; sys.exit(main(sys.argv[1:]))"
+TINY = ["data.rows=2", "data.tokens_per_row=16", "run.validate_batches=1"]
+
+
+@pytest.mark.parametrize("verb", ["compare", "scaling"])
+def test_without_matplotlib_a_study_runs_and_leaves_its_figures_out(verb: str, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for k in range(20):
+        (tmp_path / "text" / f"{k}.txt").write_text(f"the file of number {k} says the same as the others. " * 20)
+    sizes = {"compare": ["--depth", "2", "--dim", "16", "--seeds", "1"], "scaling": ["--sizes", "2x8", "2x16"]}[verb]
+    given = [verb, "--mixers", "residual", *sizes, "--tokens", "160", "--data", "text", "--folder", "study"]
+    for setting in TINY:
+        given += ["--set", setting]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WITHOUT, *given]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    hints = [line for line in done.stderr.splitlines() if "depthmix[" in line]
+    assert hints == [
+        "matplotlib is not installed, so figures are left out; add them with: pip install 'depthmix[figures]'"
+    ]
+    page = tmp_path / "study" / ("comparison.md" if verb == "compare" else "scaling.md")
+    assert "residual" in page.read_text()
+    assert "![" not in page.read_text()
+    assert not [*tmp_path.rglob("*.png")]
+
+
+def test_figures_that_were_asked_for_are_an_error_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert main(["bench", "--quick", "--figures", str(tmp_path / "figures")]) == 2
+    assert "pip install 'depthmix[figures]'" in capsys.readouterr().err
+
+
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from depthmix.analysis import figures
 

@@ -96,7 +96,7 @@ def test_a_report_that_is_something_else_is_refused(
     values: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert print_report(values, tmp_path) == 2
-    assert "no result of this version of the benchmark" in capsys.readouterr().err
+    assert "is not a result of this version of the benchmark" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--tokenizer", "--data"])

@@ -199,9 +199,9 @@ def test_parquet_gives_what_jsonl_gives(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "source", "tokenizer", "message"),
     [
-        ("pyarrow", "rows.parquet", "bytes", r"pip install 'depthmix\[eval\]'"),
-        ("datasets", "hf:some/name", "bytes", "pip install datasets"),
-        ("tokenizers", "rows.txt", "bpe:300", r"pip install 'depthmix\[train\]'"),
+        ("pyarrow", "rows.parquet", "bytes", r"pip install 'depthmix\[parquet\]'"),
+        ("datasets", "hf:some/name", "bytes", r"pip install 'depthmix\[datasets\]'"),
+        ("tokenizers", "rows.txt", "bpe:300", r"pip install 'depthmix\[bpe\]'"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(

@@ -414,12 +414,12 @@ def test_without_the_tokenizers_package_the_extra_is_named(tmp_path: Any, monkey
 
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ModuleNotFoundError, match=r"depthmix\[train\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"depthmix\[bpe\]"):
         load_tokenizer(tmp_path, 256)
 
 
 def test_a_tokenizer_file_is_read_and_its_damage_told(tmp_path: Any) -> None:
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'depthmix[train]'")
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'depthmix[bpe]'")
     words = {"a": 0, "b": 1, "[UNK]": 2}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

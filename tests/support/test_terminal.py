@@ -58,6 +58,20 @@ def shown_on_a_terminal(code: str) -> str:
     return text.decode()
 
 
+def test_a_table_wider_than_the_terminal_breaks_no_word(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [["a" * 50, "1", "", "x" * 18], ["b c", "22", "", "y"]]
+    terminal.print_table("title", ["name", "number", "empty", "rest"], rows)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:2] == ["title", f"{'name':50}  number  rest"]
+    assert lines[3:] == [f"{'a' * 50}  1       {'x' * 18}", f"{'b c':50}  22      y"]
+    terminal.print_table("title", ["name", "number", "empty", "rest"], [["a" * 70, *rows[0][1:]], rows[1]])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:3] == ["name", "  number  rest"]
+    assert lines[4:] == ["a" * 70, f"  1       {'x' * 18}", "b c", "  22      y"]
+    terminal.print_table("nothing", ["name", "number"], [])
+    assert capsys.readouterr().out.splitlines()[:2] == ["nothing", "name"]
+
+
 def test_on_a_terminal_there_is_a_bar_with_the_time_left_which_goes_away() -> None:
     text = shown_on_a_terminal(WORK)
     assert "━" in text

@@ -91,7 +91,7 @@ def test_every_reader_of_a_damaged_result_names_it(run: Path, made: Path, conten
     [
         ('{"kind": "validation", "tok', ", line 2, is damaged: it is not valid JSON"),
         ("7", ", line 2, is damaged: '7' is not an object"),
-        ('{"kind": "validation", "tokens": 3}', " is damaged: a validation lacks seconds, loss"),
+        ('{"kind": "validation", "tokens": 3}', " is damaged: a validation line lacks seconds, loss"),
     ],
 )
 def test_damaged_metrics_are_named(run: Path, line: str, words: str) -> None:

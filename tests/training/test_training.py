@@ -389,17 +389,6 @@ def test_a_cpu_without_the_instruction_is_told_what_to_set() -> None:
         check_precision("bfloat16", torch.device("cpu"), trial=dies)
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "trackio"])
-def test_a_tracker_that_is_not_installed_is_named(name: str, tmp_path: Path) -> None:
-    try:
-        __import__(name)
-    except ModuleNotFoundError:
-        with pytest.raises(ModuleNotFoundError, match=f"pip install {name}"):
-            train(tiny_run(tmp_path / "run", run__tracker=name))
-    else:
-        pytest.skip(f"{name} is installed")
-
-
 def test_two_ranks_follow_the_same_curve_as_one(tmp_path: Path) -> None:
     config = tiny_run(tmp_path / "one", **MOE, optimizer__name="muon", run__asynchronous=True)
     train(config)

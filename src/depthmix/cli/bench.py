@@ -15,14 +15,14 @@ from depthmix.analysis.invariants import verify
 from depthmix.bench import PARTS, ChildFailed, Part, Report, Settings, run_suite
 from depthmix.bench.figures import draw_all
 from depthmix.bench.model import options_for
-from depthmix.bench.page import figure_text, interval_text, name_of, render
+from depthmix.bench.page import QUICK_NOTE, figure_text, interval_text, name_of, render
 from depthmix.bench.suite import FOCUS
 from depthmix.cli.shared import flag, switch
 from depthmix.mechanisms import list_mechanisms, mechanism
 from depthmix.support.files import read_text, write_text
-from depthmix.support.terminal import console, say, styled
+from depthmix.support.terminal import console, print_table, say
 
-BOUNDS = {  # what is aimed at; the figures stand beside them, whatever they are
+BOUNDS = {  # targets; figures are shown beside them, whatever they are
     "ops.attend, forward": 3.0,
     "ops.attend, forward and backward": 12.0,
     "ops.attend against fla-core naive, forward and backward": 0.2,
@@ -102,10 +102,13 @@ def run(
     report = read_saved(output.saved) if output.saved else measure(measurement, repetition, output.output)
     if report is None:
         return 1
+    if output.output is not None:
+        report.save(output.output)
+        journal_of(output.output).unlink(missing_ok=True)
     drawn = draw_all(report, output.figures) if output.figures is not None else {}
     if output.markdown is not None:
         write_text(output.markdown, render(report, drawn, output.markdown.parent))
-    print(report.to_json()) if output.json else print_table(report)
+    print(report.to_json()) if output.json else print_report(report)
     return 0
 
 
@@ -114,7 +117,7 @@ def read_saved(paths: Sequence[Path]) -> Report:
 
 
 def measure(chosen: Measurement, repetition: Repetition, file: Path | None) -> Report | None:
-    """Measure, and save the report where `file` is given; None where a child failed, with a message."""
+    """Measure, or resume from the journal beside `file`; None where a child failed, with a message."""
     quick, named = chosen.quick, tuple(dict.fromkeys(chosen.mixers))
     every = FOCUS if quick else tuple(name for name in list_mechanisms() if name != "residual")
     settings = Settings(
@@ -127,56 +130,55 @@ def measure(chosen: Measurement, repetition: Repetition, file: Path | None) -> R
         compiled=chosen.compiled,
     )
     refuse_failing(settings.mixers)
-    journal = None if file is None else file.with_suffix(".partial.jsonl")
+    journal = None if file is None else journal_of(file)
     try:
-        report = run_suite(settings, BOUNDS, " ".join(["depthmix", *sys.argv[1:]]), journal)
+        return run_suite(settings, BOUNDS, " ".join(["depthmix", *sys.argv[1:]]), journal)
     except ChildFailed as error:
         say(f"depthmix: {error}")
         return None
-    if file is not None and journal is not None:
-        report.save(file)
-        journal.unlink(missing_ok=True)
-    return report
+
+
+def journal_of(file: Path) -> Path:
+    """Where results are kept until all of them are there."""
+    return file.with_suffix(".partial.jsonl")
 
 
 def check_targets(output: Output) -> None:
-    """Before the first hour, not after it."""
+    """Errors before the first hour of work, not after it."""
     for path in (output.output, output.markdown):
         if path is not None and path.is_dir():
             raise ValueError(f"{path} is a folder; expected the name of a file to write")
     if output.figures is not None:
         if output.figures.is_file():
             raise ValueError(f"{output.figures} is a file; expected a folder for the figures")
-        new_figure()  # tells where matplotlib is missing
+        new_figure()  # raises if matplotlib is missing
 
 
 def refuse_failing(names: Iterable[str]) -> None:
-    jobs = [(name, mechanism(name)) for name in dict.fromkeys(("residual", *names))]  # an unknown one is told first
+    jobs = [(name, mechanism(name)) for name in dict.fromkeys(("residual", *names))]  # unknown names are errors first
     for name, cls in jobs:
         measured = options_for(name, depth=7)
         for options in [cls.variants[0], *([measured] if measured else [])]:
             failed = [c.name for c in verify(name, options, dtype=torch.float32) if not c.holds]
             if failed:
                 reasons = "; ".join(failed)
-                raise ValueError(f"{name} is not right yet, so its speed is of no interest: {reasons}. See verify")
+                raise ValueError(
+                    f"{name} fails checks, so it is not measured: {reasons}. Run `depthmix verify {name}` for details"
+                )
 
 
-def print_table(report: Report) -> None:
-    from rich import box
-    from rich.table import Table
-
-    terminal = console()
-    table = Table(title="What reading over depth costs", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("", "figure", "interval", "at most", "verdict"):
-        table.add_column(heading, overflow="fold", min_width={"": 22, "verdict": 11}.get(heading))
+def print_report(report: Report) -> None:
+    print("What reading over depth costs")
     for part in dict.fromkeys(row.part for row in report.rows):
-        table.add_section()
-        table.add_row(styled((part, "bold")))
+        cells = []
         for row in report.of(part):
             bound = "" if row.bound is None else f"{row.bound:,g}"
-            table.add_row(f"  {name_of(row)}", figure_text(row), interval_text(row), bound, row.verdict)
-    terminal.print(table)
-    terminal.print("× is the ratio to the plain residual's, or to what the line names; kept is beyond the residual's.")
+            cells.append((name_of(row), figure_text(row), interval_text(row), bound, row.verdict))
+        print()
+        print_table("", (part, "figure", "interval", "at most", "verdict"), cells)
+    terminal = console()
+    times = "× is the ratio to the plain residual, or to what the row names."
+    terminal.print(f"\n{QUICK_NOTE if report.quick else times} Bytes kept are those beyond the residual's.")
     for line in dict.fromkeys(row.note for row in report.of("peak") if row.note):
         terminal.print(line)
     for key in ("machine", "reads", "rounds", "processes", "command"):

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from depthmix.analysis.figures import new_figure
-from depthmix.cli.shared import Data, Several, flag, print_ending, repeatable, resumable
+from depthmix.cli.shared import Data, Several, can_draw, flag, print_ending, print_points, repeatable, resumable
 from depthmix.cli.study_options import Runs, StudyOutput, make_grid, run_arms
 from depthmix.studies import Comparison, Size, make_arms
 from depthmix.studies.arms import equal_compute
 from depthmix.studies.comparison_figures import draw_comparison
-from depthmix.studies.comparison_page import LOSS_HEADINGS, loss_cells, render
+from depthmix.studies.comparison_page import console_losses, render, verdict_lines
 from depthmix.studies.page import describe_study
 from depthmix.studies.publish import check_target, write_study
 from depthmix.studies.study import compare_study
@@ -71,7 +70,7 @@ def run(*, arms: Arms = Arms(), data: Data = Data(), training: Training = Traini
     Complete runs in the folder are used again and interrupted runs resume: after any interruption, start the same
     command again. Exit code 1 if a run failed; the others are compared all the same.
     """
-    new_figure()  # tells where matplotlib is missing, before the first hour and not after it
+    with_figures = can_draw()  # said before the first hour and not after it
     sizes = (
         [Size.of(text) for text in arms.shapes.split(",")] if arms.shapes else [Size(depth=arms.depth, dim=arms.dim)]
     )
@@ -86,7 +85,7 @@ def run(*, arms: Arms = Arms(), data: Data = Data(), training: Training = Traini
     with resumable():
         study = run_arms(make_arms(grid, equal_compute(tokens)), training, output)
     comparison, provenance = compare_study(study), describe_study(study, seeds=training.seeds)
-    figures = draw_comparison(comparison, study.sweeps, output.folder / "figures")
+    figures = draw_comparison(comparison, study.sweeps, output.folder / "figures") if with_figures else {}
     text = render(comparison, study.sweeps, provenance, figures, output.folder)
     page, result = write_study(study, "comparison", text, provenance, comparison.to_dict(), figures, output.publish)
     print(result, end="") if output.json else print_comparison(comparison, study.failures, page)
@@ -94,9 +93,6 @@ def run(*, arms: Arms = Arms(), data: Data = Data(), training: Training = Traini
 
 
 def print_comparison(comparison: Comparison, failures: Mapping[str, str], page: Path) -> None:
-    shown = [k for k, heading in enumerate(LOSS_HEADINGS) if heading not in ("parameters", "sd", "against")]
-    cells = [[row[k] for k in shown] for row in loss_cells(comparison)]
-    print_table("Final validation loss", [LOSS_HEADINGS[k] for k in shown], cells)
-    for row in comparison.rows:
-        print(f"- {row.verdict}")
+    print_table("Final validation loss; differences are from the baseline, paired by seed", *console_losses(comparison))
+    print_points(verdict_lines(comparison))
     print_ending(failures, page)

@@ -1,4 +1,4 @@
-"""`depthmix generate`: text from a directory of weights."""
+"""`depthmix generate`: text from a trained model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from depthmix.cli.shared import Several, flag, repeatable, switch
+from depthmix.cli.shared import Several, flag, open_run_folder, repeatable, switch
 from depthmix.data import load_tokenizer
+from depthmix.data.tokenizers import BatchTokenizer
 from depthmix.inference import PREFILL_MEMORY, TextStream, Tokenizer, stream
-from depthmix.models import load_model
+from depthmix.models import Decoder, load_model
+from depthmix.models.io import MODEL_FILES
 from depthmix.support.checks import parse_value
 from depthmix.support.terminal import say
+from depthmix.training import read_config
+from depthmix.training.build import run_tokenizer
 
 EXAMPLES = (
     'depthmix generate runs/small --prompt "def " --max-new-tokens 40',
@@ -95,11 +99,8 @@ def run(
 
     The text goes to stdout, its speed to stderr. Of an unfinished run, the model of the newest checkpoint is used.
     """
-    final = directory / "final"  # of a run
-    directory = final if final.is_dir() else directory
     kind = None if machine.dtype is None else getattr(torch, machine.dtype)
-    model = load_model(directory, device=machine.device, dtype=kind, functions=machine.functions)
-    tokenizer = load_tokenizer(directory, model.config.vocab_size)
+    model, tokenizer = open_folder(directory, machine.device, kind, machine.functions)
     texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompt or ("-",)]
     timer = Timer()
     steps = stream(
@@ -136,6 +137,22 @@ def run(
             print(f"[{i + 1}] {answer}")
     say(timer.describe())
     return 0
+
+
+def open_folder(
+    folder: Path, device: str, dtype: torch.dtype | None, functions: bool
+) -> tuple[Decoder, BatchTokenizer]:
+    """The model and the tokenizer of a run, finished or not, or of a directory that `save_model` wrote."""
+    if any((folder / name).is_file() for name in MODEL_FILES):
+        model = load_model(folder, device=device, dtype=dtype, functions=functions)
+        return model, load_tokenizer(folder, model.config.vocab_size)
+    if (folder / "config.toml").is_file():
+        model = open_run_folder(folder, device, dtype=dtype, functions=functions).model
+        return model, run_tokenizer(folder, read_config(folder).data)
+    raise FileNotFoundError(
+        f"{folder} is neither the folder of a run of `depthmix train` (it has no config.toml) nor a directory written "
+        "by dm.save_model (it has no config.json)"
+    )
 
 
 @dataclass

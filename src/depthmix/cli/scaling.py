@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from depthmix.analysis.figures import new_figure
-from depthmix.cli.shared import Data, flag, print_ending, resumable, switch
+from depthmix.cli.shared import Data, can_draw, flag, print_ending, print_points, resumable, switch
 from depthmix.cli.study_options import Runs, StudyOutput, make_grid, run_arms
 from depthmix.studies import Size, Study, make_arms
 from depthmix.studies.arms import per_parameter
@@ -17,12 +16,12 @@ from depthmix.studies.publish import check_target, write_study
 from depthmix.studies.published import describe_regime, find_published
 from depthmix.studies.scaling_page import (
     Scaling,
+    console_laws,
     draw_scaling,
     fit_scaling,
-    law_cells,
-    law_headings,
     read_points,
     render,
+    verdict_lines,
 )
 from depthmix.support.terminal import print_table
 
@@ -85,7 +84,7 @@ def run(
     Several sizes of each mechanism are trained, and L = a C^(−b) is fitted to their losses. Runs, seeds and resuming
     are as in `depthmix compare`. The folder receives scaling.md, scaling.json and a figure.
     """
-    new_figure()
+    with_figures = can_draw()
     grid = make_grid(arms.mixers, [Size.of(size) for size in arms.sizes], data, training)
     if len(arms.sizes) < 2:
         raise ValueError(f"sizes {' '.join(arms.sizes)}; expected at least two")
@@ -101,7 +100,7 @@ def run(
     scaling = fit_scaling(read_points(study), baseline=all_arms[0].mixer, irreducible=fit.irreducible)
     scaling = dataclasses.replace(scaling, notes=[*scaling.notes, describe_regime(study)], beside=published)
     provenance = describe_study(study, seeds=training.seeds)
-    figures = draw_scaling(scaling, output.folder / "figures")
+    figures = draw_scaling(scaling, output.folder / "figures") if with_figures else {}
     text = render(scaling, study.sweeps, provenance, figures, output.folder)
     page, result = write_study(study, "scaling", text, provenance, scaling.to_dict(), figures, output.publish)
     print(result, end="") if output.json else print_scaling(scaling, study, page)
@@ -109,7 +108,6 @@ def run(
 
 
 def print_scaling(scaling: Scaling, study: Study, page: Path) -> None:
-    print_table(scaling.formula, law_headings(scaling), law_cells(scaling))
-    for line in (*scaling.verdicts, *scaling.notes):
-        print(f"- {line}")
+    print_table(scaling.formula, *console_laws(scaling))
+    print_points(verdict_lines(scaling))
     print_ending(study.failures, page)

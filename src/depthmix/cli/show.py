@@ -9,7 +9,6 @@ import dataclasses
 import inspect
 import json as json_format
 import re
-import textwrap
 import typing
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +23,7 @@ from depthmix.mechanisms.registry import naming_plugin
 from depthmix.models import PRESETS, count_parameters
 from depthmix.models import preset as find_preset
 from depthmix.support.checks import parse_value, split_pair
-from depthmix.support.terminal import console, styled
+from depthmix.support.terminal import console, styled, wrapped
 
 TAG = re.compile(r"\((\w+)\)")
 INDENT = " " * 8
@@ -166,29 +165,16 @@ def print_page(page: dict[str, Any]) -> None:
     for row in page["equations"]:
         terminal.print(styled(f"  ({row['mark']}) ", (row["equation"], "bold")))
         for line in row["code"]:
-            terminal.print(styled((indented(line, terminal.width, hanging=4), "dim")), soft_wrap=True)
+            terminal.print(styled((wrapped(line, terminal.width, INDENT, INDENT + "    "), "dim")), soft_wrap=True)
     prose = [" ".join(p.split()) for p in page["description"].split("\n\n")[1:] if not p.startswith("(")]
     terminal.print("\n" + "\n\n".join(prose) + "\n")
     if page["option_table"]:
         terminal.print("Options")
         for row in page["option_table"]:
             terminal.print(styled("  ", (f"{row['option']} = {row['default']}", "bold"), f"  ({row['takes']})"))
-            terminal.print(indented(row["meaning"], terminal.width), soft_wrap=True)
+            terminal.print(wrapped(row["meaning"], terminal.width, INDENT, INDENT), soft_wrap=True)
         terminal.print()
     terminal.print(cost_table(page) if "cost" in page else kv_cost_table(page))
-
-
-def indented(text: str, width: int, hanging: int = 0) -> str:
-    """Wrapped between words and indented; `hanging` columns more after the first line."""
-    wrapped = textwrap.wrap(
-        text,
-        width,
-        initial_indent=INDENT,
-        subsequent_indent=INDENT + " " * hanging,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "\n".join(wrapped)
 
 
 def kv_cost_table(page: dict[str, Any]) -> Any:

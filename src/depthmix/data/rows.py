@@ -23,7 +23,7 @@ def jsonl_rows(path: Path, field: str) -> Iterator[str]:
 
 
 def parquet_rows(path: Path, field: str) -> Iterator[str]:
-    parquet = import_package("pyarrow.parquet", str(path), "'depthmix[eval]'")
+    parquet = import_package("pyarrow.parquet", str(path), "'depthmix[parquet]'")
     try:
         file = parquet.ParquetFile(path)
     except (ValueError, OSError) as error:
@@ -43,7 +43,7 @@ def parquet_rows(path: Path, field: str) -> Iterator[str]:
 
 def hub_rows(source: str, field: str) -> Iterator[str]:
     name, _, config = source.removeprefix("hf:").partition(":")
-    datasets = import_package("datasets", source, "datasets")
+    datasets = import_package("datasets", source, "'depthmix[datasets]'")
     try:
         rows = datasets.load_dataset(name, config or None, split="train")
     except Exception as error:  # the network, the name and the dataset's own code: the package has no common class

@@ -22,7 +22,7 @@ from depthmix.support.files import digest, flush, read_object
 from depthmix.support.terminal import say
 
 TOKENIZER_FILE = "tokenizer.json"
-EXTRA = "'depthmix[train]'"
+EXTRA = "'depthmix[bpe]'"
 SEPARATOR = "<|endoftext|>"
 # Of ready tokenizers, the first that is in the vocabulary.
 SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")

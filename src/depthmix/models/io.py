@@ -25,7 +25,7 @@ from depthmix.support.checks import check_device
 from depthmix.support.files import FORMAT, beside, digest, flush, format_of, read_json, read_tensors, version
 
 AGAIN = "Save the model again, or copy it again"
-WEIGHTS, CONFIG, STAGED = "model.safetensors", "config.json", "config.json.new"
+WEIGHTS, CONFIG, STAGED = MODEL_FILES = "model.safetensors", "config.json", "config.json.new"
 StrPath = str | os.PathLike[str]
 
 

@@ -19,6 +19,7 @@ from depthmix.training.dial import learning_rate
 from depthmix.training.overrides import check_excluding, override_all
 
 TIMES_PER_RUN = {"validate_every": 25, "depth_every": 10, "checkpoint_every": 10}  # defaults
+FEWEST_VALIDATIONS = 4  # of a run, however short: fewer make no curve
 FILES_KEPT = {"keep": 1, "snapshot_every": 0}
 Budget = Callable[
     [TrainConfig, float], float
@@ -221,9 +222,20 @@ def with_tokens(config: TrainConfig, tokens: float, settings: Mapping[str, str])
     if not 0 < tokens < math.inf:
         raise ValueError(f"{tokens:g} tokens for a run; expected a number above 0")
     steps = max(1, round(tokens / config.tokens_per_step))
-    every = {name: max(1, steps // count) for name, count in TIMES_PER_RUN.items()} | FILES_KEPT
+    times = {**TIMES_PER_RUN, "validate_every": count_validations(config, steps)}
+    every = {name: max(1, steps // count) for name, count in times.items()} | FILES_KEPT
     every["depth_every"] = max(every["depth_every"], least_interval(config.tokens_per_step))
     return with_changes(config, steps=steps, **{k: v for k, v in every.items() if f"run.{k}" not in settings})
+
+
+def count_validations(config: TrainConfig, steps: int) -> int:
+    """How often a run is validated: at most about a quarter of its time goes into it.
+
+    A forward pass takes about a third of a step's time, so validation may read as many tokens as training.
+    """
+    tokens = config.run.validate_batches * config.data.rows * config.data.tokens_per_row
+    affordable = steps * config.tokens_per_step // tokens
+    return min(TIMES_PER_RUN["validate_every"], max(FEWEST_VALIDATIONS, affordable))
 
 
 def with_changes(config: TrainConfig, lr: float | None = None, **run: Any) -> TrainConfig:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -40,22 +41,39 @@ def styled(*parts: str | tuple[str, str]) -> Text:
 
 
 def print_table(title: str, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """A plain table; columns without any content are left out."""
-    from rich import box
-    from rich.table import Table
+    """A plain table; columns without any content are left out.
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    shown = [k for k in range(len(headings)) if any(row[k] for row in cells)]
-    for k in shown:
-        table.add_column(headings[k], overflow="fold", no_wrap=k > 0)
-    for row in cells:
-        table.add_row(*(row[k] for k in shown))
-    console().print(table)
+    Where it is wider than the terminal, the cells of the first column have lines of their own: no word is broken.
+    """
+    from rich.cells import cell_len, set_cell_size
+
+    shown = [k for k in range(len(headings)) if any(row[k] for row in cells)] or [0]
+    rows = [[row[k] for k in shown] for row in (headings, *cells)]
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    stacked = sum(widths) + 2 * (len(widths) - 1) > (room := console().width)
+    if title:
+        print(title)
+    for number, (first, *others) in enumerate(rows):
+        padded = [set_cell_size(cell, width) for cell, width in zip(others, widths[1:], strict=True)]
+        if stacked:
+            print(wrapped(first, room))
+            first, widths[0] = "", 0
+        print("  ".join([set_cell_size(first, widths[0]), *padded]).rstrip())
+        if number == 0:
+            print("─" * (sum(widths) + 2 * (len(widths) - 1)))
 
 
-def print_wrapped(text: str) -> None:
-    """A text on stdout, broken between words at the width of the terminal (80 columns where there is none)."""
-    console().print(text, overflow="ignore")
+def wrapped(text: str, width: int, first: str = "", later: str = "") -> str:
+    """Broken between words only, with an indent of the first line and one of those after it."""
+    lines = textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines)
+
+
+def print_wrapped(text: str, indent: str = "") -> None:
+    """On stdout, at the width of the terminal (80 columns where there is none)."""
+    print(wrapped(text, console().width, later=indent))
 
 
 def cut(text: str, width: int) -> str:

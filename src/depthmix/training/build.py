@@ -7,17 +7,20 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from depthmix.data import Corpus, prepare
+from depthmix.data import ByteTokenizer, Corpus, FileTokenizer, prepare
+from depthmix.data.tokenizers import TOKENIZER_FILE, BatchTokenizer
 from depthmix.mechanisms.record import with_records
 from depthmix.models import Decoder, count_parameters, load_model, save_model
 from depthmix.models.decoder import empty_decoder
+from depthmix.models.io import refuse_functions
 from depthmix.support.checks import check_device, check_memory, user_path
-from depthmix.support.files import format_of, read_object, seed_of
+from depthmix.support.files import format_of, parse_toml, read_object, read_text, seed_of
 from depthmix.training import checkpoint, ranks
-from depthmix.training.config import DataConfig, TrainConfig
+from depthmix.training.config import RESTORE, DataConfig, TrainConfig
 
 RESULT_AGAIN = "Remove it, and `depthmix train` creates it again from the newest checkpoint"
 
@@ -86,17 +89,28 @@ def export(model: Decoder, directory: Path, tokenizer: Path | None = None) -> No
             shutil.copyfile(tokenizer, directory / "tokenizer.json")
 
 
+class OpenedRun(NamedTuple):
+    model: Decoder
+    digest: str  # of the tokens that it was trained on
+    step: int | None  # of the checkpoint that it was read from; None: the run is finished
+
+
 def load_run(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> Decoder:
     """The model of a run: the final one if it is complete, otherwise that of its newest checkpoint."""
-    return open_run(Path(folder), device)[0]
+    return open_run(Path(folder), device).model
 
 
-def open_run(folder: Path, device: torch.device | str) -> tuple[Decoder, str]:
-    """The model, and the digest of the tokens that it was trained on."""
+def open_run(
+    folder: Path, device: torch.device | str, *, dtype: torch.dtype | None = None, functions: bool = True
+) -> OpenedRun:
+    """The model of a run, in evaluation mode; `dtype` and `functions` as in `load_model`."""
+    if not functions:
+        check_functions(folder / "config.toml")
     if (folder / "final").is_dir() and (folder / "result.json").is_file():
         result = read_object(folder / "result.json", RESULT_AGAIN, ("data_digest",))
         format_of(result, folder / "result.json")
-        return load_model(folder / "final", device=device, functions=True), result["data_digest"]
+        model = load_model(folder / "final", device=device, dtype=dtype, functions=functions)
+        return OpenedRun(model, result["data_digest"], None)
     config = read_config(folder)
     newest = checkpoint.load_latest(folder / "checkpoints")
     if newest is None:
@@ -104,9 +118,34 @@ def open_run(folder: Path, device: torch.device | str) -> tuple[Decoder, str]:
             f"{folder} has neither a final model nor a checkpoint; expected a run with at least one checkpoint"
         )
     model = Decoder(config.model)
-    _, state = newest
+    step, state = newest
     model.load_state_dict(with_records(model, state["model"]))
-    return model.to(check_device(str(device))).eval(), state["corpus"]
+    for parameter in model.parameters() if dtype is not None else ():
+        parameter.data = parameter.data.to(dtype)  # buffers keep theirs, as in `load_model`
+    return OpenedRun(model.to(check_device(str(device))).eval(), state["corpus"], step)
+
+
+def check_functions(path: Path) -> None:
+    """Refuse a run whose configuration names functions to import, before it is read as one: that imports them."""
+    model = parse_toml(read_text(path, RESTORE), str(path), RESTORE).get("model")
+    if isinstance(model, dict):
+        refuse_functions(path, model)
+
+
+def run_tokenizer(folder: Path, data: DataConfig) -> BatchTokenizer:
+    """As in training: nothing is put around a text, nothing is cut off."""
+    if data.tokenizer == "bytes":
+        return ByteTokenizer()
+    file = tokenizer_file(folder, data)
+    if not file.is_file():
+        raise FileNotFoundError(f"no {file}; expected the tokenizer that {folder} was trained with")
+    return FileTokenizer(file)
+
+
+def tokenizer_file(folder: Path, data: DataConfig) -> Path:
+    """The copy beside the finished model, else the one beside the tokens."""
+    final = folder / "final" / TOKENIZER_FILE
+    return final if final.is_file() else data.path / TOKENIZER_FILE
 
 
 def read_config(folder: str | os.PathLike[str]) -> TrainConfig:

@@ -113,7 +113,7 @@ class RunConfig:
     depth_every: int = 100  # magnitudes over depth and what layers read, on the same batch
     on_bad_loss: Literal["stop", "skip"] = "stop"
     bad_loss_factor: float = 3.0  # a loss above this multiple of the running median is bad
-    tracker: Literal["none", "tensorboard", "trackio"] = "none"
+    tracker: Literal["none", "tensorboard", "trackio", "wandb"] = "none"
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -26,7 +26,7 @@ from depthmix.training.manifest import list_checkpoints
 
 CONFIG, RESULT = "config.toml", "result.json"
 REPEAT = 1.0  # seconds within which a second signal counts as a repeat of the first
-RUN_FILES = (RESULT, "final", "checkpoints", "snapshots", "metrics.jsonl", "tensorboard")
+RUN_FILES = (RESULT, "final", "checkpoints", "snapshots", "metrics.jsonl", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True, kw_only=True)

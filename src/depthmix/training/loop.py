@@ -22,7 +22,7 @@ from depthmix.training.bad_loss import WINDOW, check_loss, skip_or_stop
 from depthmix.training.build import check_outside_source, export, initial_model, open_corpus
 from depthmix.training.config import TrainConfig
 from depthmix.training.folder import Result, claim_folder, finished_result, stop_signals, write_result
-from depthmix.training.metrics import MetricsFile, memory_bytes
+from depthmix.training.metrics import METRICS, MetricsFile, memory_bytes
 from depthmix.training.optim import Optimizers
 from depthmix.training.precision import autocast, check_precision
 from depthmix.training.resume import load_checkpoint, save_checkpoint, wait_for_checkpoint
@@ -87,7 +87,7 @@ def begin(config: TrainConfig, device: torch.device, report: Report) -> Run:
     run = Run(config, corpus, device, model, Optimizers(model, config.optimizer), batches, probe, report)
     load_checkpoint(run)
     if ranks.rank() == 0:
-        run.metrics = MetricsFile(run.folder / "metrics.jsonl", run.progress.step, config.run.tracker)
+        run.metrics = MetricsFile(run.folder / METRICS, run.progress.step, config.run.tracker)
         model_size = {"parameters": count_parameters(config.model).total, "layout": run.model.depth.facts.note}
         length = {"steps": config.run.steps, "train_tokens": len(corpus.train)}
         report({"kind": "begin", "step": run.progress.step, **length, **model_size})
