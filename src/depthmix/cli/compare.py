@@ -19,8 +19,8 @@ from depthmix.studies.study import compare_study
 from depthmix.support.terminal import print_table
 
 EXAMPLES = (
-    "depthmix compare --depth 4 --tokens 1e4 --seeds 1 -s run.validate_batches=2",
-    "depthmix compare --depth 4 --tokens 1e4 --seeds 1 -s run.validate_batches=2 --json",
+    "depthmix compare --depth 2 --tokens 1e4 --seeds 1",
+    "depthmix compare --depth 2 --tokens 1e4 --seeds 1 --json",
 )
 
 

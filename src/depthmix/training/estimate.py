@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 import torch
 
+from depthmix.support.checks import check_device
 from depthmix.training import ranks
 from depthmix.training.config import TrainConfig
 from depthmix.training.flops import flops_per_token
+from depthmix.training.precision import check_precision
 
 EFFICIENCY = 0.25  # a step's FLOPs per second over those of its products: 0.2 to 0.4 on two cores, widths of 64 to 512
 SECONDS = 0.05  # of measuring
+LARGEST = 4096  # of a dimension: larger products are no faster
 
 
 def estimate_seconds(config: TrainConfig) -> Callable[[int], float]:
@@ -24,9 +27,11 @@ def estimate_seconds(config: TrainConfig) -> Callable[[int], float]:
 
 def product_flops_per_second(config: TrainConfig) -> float:
     """Of the widest product of a sublayer, on the run's device and in its precision; the best of several."""
-    dim, hidden = config.model.dim, config.model.hidden
-    device, dtype = torch.device(config.run.device), getattr(torch, config.run.precision)
-    tokens = min(config.data.rows * config.data.tokens_per_row, 4096)
+    device = check_device(config.run.device)
+    check_precision(config.run.precision, device)
+    dim, hidden = min(config.model.dim, LARGEST), min(config.model.hidden, LARGEST)
+    dtype = getattr(torch, config.run.precision)
+    tokens = min(config.data.rows * config.data.tokens_per_row, LARGEST)
     x = torch.ones(tokens, dim, device=device, dtype=dtype)
     weight = torch.ones(dim, hidden, device=device, dtype=dtype)
     flops, best, begun = 2 * tokens * dim * hidden, float("inf"), time.perf_counter()
