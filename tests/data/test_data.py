@@ -155,7 +155,7 @@ def test_rows_of_jsonl_are_documents_by_any_field(tmp_path: Path) -> None:
     found = prepare(str(file), folder=tmp_path / "out", field="body", validation=0.4)
     sides = [[d.decode() for d in documents(found, side)] for side in ("train", "validation")]
     assert sorted(sides[0] + sides[1]) == sorted(rows)
-    assert not set(sides[0]) & set(sides[1]), "equal rows are on one side"
+    assert not set(sides[0]) & set(sides[1]), "equal rows are in one split"
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_a_source_that_changed_is_an_error_and_one_that_is_gone_is_not(texts: Pa
     first = prepare(str(texts), folder=tmp_path / "out")
     file = texts / "part0" / "0.txt"
     file.write_text("other")
-    with pytest.raises(ValueError, match="content was not that of"):
+    with pytest.raises(ValueError, match="content differs from"):
         prepare(str(texts), folder=tmp_path / "out")
     shutil.rmtree(texts)
     assert prepare(str(texts), folder=tmp_path / "out").digest == first.digest
@@ -350,7 +350,7 @@ def test_a_damaged_shard_is_named(texts: Path, tmp_path: Path, name: str, verify
         Corpus.load(tmp_path / "out", verify=False)
     shard.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     os.utime(shard, ns=(1, 1))
-    with pytest.raises(ValueError, match=f"{name} is altered or damaged.*prepare it again"):
+    with pytest.raises(ValueError, match=f"{name} is modified or damaged.*prepare it again"):
         Corpus.load(tmp_path / "out", verify=verify)
     with pytest.raises(ValueError, match=f"{name} is altered"):
         prepare(str(texts), folder=tmp_path / "out")
@@ -499,7 +499,7 @@ def test_a_source_that_changes_while_it_is_read_is_an_error(
 
     monkeypatch.setattr(ByteTokenizer, "encode_batch", disturbed)
     monkeypatch.setattr(shards, "GROUP_BYTES", 100)
-    with pytest.raises(ValueError, match="changed while it was read"):
+    with pytest.raises(ValueError, match="changed while it was being read"):
         prepare(str(texts), folder=tmp_path / "out")
 
 

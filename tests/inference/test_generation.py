@@ -306,7 +306,7 @@ def test_nothing_of_the_depth_state_outlives_a_step(mixer: Any, kind: str, monke
         ({"top_p": 0.0}, r"top_p=0\.0"),
         ({"top_p": 1.5}, r"top_p=1\.5"),
         ({"chunk": 0}, "chunk=0"),
-        ({"stop": [VOCABULARY]}, f"stop holds {VOCABULARY}"),
+        ({"stop": [VOCABULARY]}, f"stop contains {VOCABULARY}"),
         ({"stop": 3}, "stop=3; expected a collection"),
         ({"seed": [1, 2]}, "2 seeds for 1 prompts"),
         ({"cache": "huge"}, "cache='huge'; expected 'dynamic'"),
@@ -437,5 +437,5 @@ def test_a_tokenizer_file_is_read_and_its_damage_told(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="has 4 ids; expected at most 2"):
         load_tokenizer(tmp_path, 2)
     path.write_text("{")
-    with pytest.raises(ValueError, match="damaged or no tokenizer"):
+    with pytest.raises(ValueError, match="damaged or not a tokenizer"):
         load_tokenizer(tmp_path, 3)

@@ -228,7 +228,7 @@ def test_a_bound_stack_takes_lists_of_modules_and_nothing_else() -> None:
     bound = stack.bind([nn.Linear(DIM, DIM), nn.Identity(), nn.Tanh()])
     assert list(bound.state_dict())[-2:] == ["sublayers.0.weight", "sublayers.0.bias"]
     assert [*stack.bind(nn.Sequential(*bound.sublayers)).sublayers] == [*bound.sublayers]
-    with pytest.raises(TypeError, match=r"sublayer 1 is a builtin.*; expected an nn.Module.*takes any callable"):
+    with pytest.raises(TypeError, match=r"sublayer 1 is a builtin.*; expected an nn.Module.*accepts any callable"):
         stack.bind([nn.Identity(), torch.tanh, nn.Identity()])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"slice, sublayers 0 to 1 of 3; expected the whole stack.*pairs"):
         stack.slice(0, 2).bind(bound.sublayers[:2])

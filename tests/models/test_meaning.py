@@ -95,7 +95,7 @@ def test_a_model_of_0_1_0_computes_what_it_did(name: str, later: bool) -> None:
         torch.testing.assert_close(model(want["tokens"]), want["logits"], rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.filterwarnings("ignore:a state dict without the options")
+@pytest.mark.filterwarnings("ignore:loading a state dict that does not contain its options")
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_the_fixtures_can_tell_other_defaults(name: str) -> None:
