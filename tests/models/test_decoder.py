@@ -112,8 +112,8 @@ def test_a_configuration_that_cannot_be_is_told(fields: dict[str, Any], message:
         (torch.zeros(2, 3), "torch.float32"),
         (torch.zeros(3, dtype=torch.int64), "expected integers"),
         ([[1, 2]], "got list"),
-        (torch.tensor([[1, 61]]), "tokens hold 61; expected ids from 0 to 60"),
-        (torch.tensor([[-1, 2]]), "tokens hold -1"),
+        (torch.tensor([[1, 61]]), "tokens contain 61; expected ids from 0 to 60"),
+        (torch.tensor([[-1, 2]]), "tokens contain -1"),
     ],
 )
 def test_tokens_that_are_none_are_told(tokens: Any, message: str) -> None:

@@ -207,8 +207,8 @@ DAMAGES: list[tuple[Any, type[Exception], str]] = [
     (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), ValueError, "is damaged: no UTF-8 text"),
     (lambda f: (f / "config.json").write_text("[1]"), ValueError, "no field 'format'"),
     (lambda f: edit(f, format=3, depthmix="9.0"), ValueError, "format 3, written by depthmix 9.0; this version reads"),
-    (lambda f: edit(f, weights={}), ValueError, "lacks the field 'weights'"),
-    (lambda f: edit(f, model=None), ValueError, "lacks the field 'model'"),
+    (lambda f: edit(f, weights={}), ValueError, "is damaged: the field 'weights' is missing or incomplete"),
+    (lambda f: edit(f, model=None), ValueError, "is damaged: the field 'model' is missing or incomplete"),
     (
         lambda f: edit_model(f, mixer={"name": "atnres"}),
         ValueError,

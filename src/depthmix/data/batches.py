@@ -90,8 +90,8 @@ class Batches:
         self.windows = count_windows(tokens, tokens_per_row)
         if self.windows < rows:
             raise ValueError(
-                f"{len(tokens):,} training tokens give {self.windows} rows of {tokens_per_row}; expected at least one "
-                f"batch of {rows} rows: use more text, shorter rows or fewer rows per batch"
+                f"{len(tokens):,} training tokens give {self.windows} rows of {tokens_per_row}; expected at least "
+                f"{rows}, one batch: use more text, shorter rows or fewer rows per batch"
             )
         self.epoch = self.position = 0
 

@@ -60,7 +60,7 @@ def check_file(folder: Path, entry: dict[str, Any], verify: bool | None) -> None
         raise FileNotFoundError(f"{path}, listed in {MANIFEST}, does not exist. {REMEDY}")
     state = path.stat()
     if state.st_size != entry["bytes"]:
-        damage = "truncated" if state.st_size < entry["bytes"] else "altered"
+        damage = "truncated" if state.st_size < entry["bytes"] else "modified"
         raise ValueError(f"{path} is {damage}: {state.st_size:,} bytes; {MANIFEST} says {entry['bytes']:,}. {REMEDY}")
     key = (str(path.resolve()), state.st_ino, state.st_mtime_ns, entry["sha256"])
     if verify or (verify is None and key not in verified):

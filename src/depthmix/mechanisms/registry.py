@@ -147,8 +147,8 @@ def load(point: EntryPoint) -> type:
 
 
 def describe(point: EntryPoint) -> str:
-    package = f", package {point.dist.name}" if point.dist is not None else ""
-    return f"mechanism {point.name!r} ({point.value}{package})"
+    package = f" (package {point.dist.name})" if point.dist is not None else ""
+    return f"mechanism {point.name!r} of {point.value}{package}"
 
 
 @contextmanager
