@@ -1,4 +1,4 @@
-"""Training data: sources of text, tokenizers, shards of tokens, batches."""
+"""Text to train on: sources, tokenizers, shards of tokens, batches."""
 
 from depthmix.data.batches import Batches, validation_batches
 from depthmix.data.corpus import Corpus, prepare

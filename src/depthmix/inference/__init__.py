@@ -1,4 +1,4 @@
-"""Inference with a decoder: caches, generation, streamed text."""
+"""Running a decoder: caches, generation, streamed text."""
 
 from depthmix.inference.cache import DynamicCache, PreallocatedCache
 from depthmix.inference.generate import PREFILL_MEMORY, generate, row_seed, stream

@@ -1,4 +1,4 @@
-"""The decoder: a list of sublayers with exchangeable depth mixing."""
+"""The decoder: a list of sublayers whose depth mixing is an exchangeable part."""
 
 from depthmix.models.config import Choice, DecoderConfig, LoopConfig, MoEConfig
 from depthmix.models.counting import count_parameters

@@ -151,9 +151,7 @@ def find_mismatch(path: Path, expected: Mapping[str, Any]) -> str | None:
         what = "truncated or from another save" if size < expected["bytes"] else "from another save"
         return f"{path} has {size} bytes; {CONFIG} expects {expected['bytes']}. It is {what}: copy both files again"
     if digest(path) != expected["sha256"]:
-        return (
-            f"{path} is damaged or from another save: its SHA-256 differs from that in {CONFIG}. Copy both files again"
-        )
+        return f"{path} is damaged or from another save: its SHA-256 is not the one in {CONFIG}. Copy both files again"
     return None
 
 
