@@ -60,15 +60,15 @@ def prefill_chunk(
     Returns `tokens` if they fit in one pass, which needs no mask unless there is padding or the cache is not empty.
     """
     limit = parse_bytes("memory", memory)
-    own = batch * bytes_per_token(model)
+    activations = batch * bytes_per_token(model)
     masks = mask_bytes(model, batch if padded else 1) * (before + tokens)  # per token of the last chunk
     fixed = batch * model.config.vocab_size * model.embed.weight.dtype.itemsize  # logits of the last token
-    whole = own + (masks if padded or before else 0)
+    whole = activations + (masks if padded or before else 0)
     if fixed + tokens * whole <= limit:
         return tokens
-    chunk = (limit - fixed) // (own + masks)
+    chunk = (limit - fixed) // (activations + masks)
     if chunk < 1:
-        least = fixed + own + masks
+        least = fixed + activations + masks
         raise ValueError(
             f"memory={memory!r} for {batch} × {tokens} tokens; expected at least {least:,} bytes, which a chunk of one "
             "token needs. Raise the limit, or use fewer prompts at once"

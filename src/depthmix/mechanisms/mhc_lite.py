@@ -41,13 +41,13 @@ class LiteConfig(MixerConfig):
         check_output_scale(self, WIDEST)
 
     def canonical(self, *, dim: int, depth: int) -> dict[str, Any]:
-        found = super().canonical(dim=dim, depth=depth)
-        return {**found, "start": "paper" if self.start == "lite" else self.start}  # its name in 0.1.0
+        options = super().canonical(dim=dim, depth=depth)
+        return {**options, "start": "paper" if self.start == "lite" else self.start}  # its name in 0.1.0
 
     def function(self, *, dim: int, depth: int) -> dict[str, Any]:
         """Without `transition`, which follows from the rows of `projection`: older state dicts still load."""
-        found = super().function(dim=dim, depth=depth)
-        return {name: value for name, value in found.items() if name != "transition"}
+        options = super().function(dim=dim, depth=depth)
+        return {name: value for name, value in options.items() if name != "transition"}
 
     @property
     def transition_size(self) -> int:

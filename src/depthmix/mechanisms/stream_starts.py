@@ -75,11 +75,11 @@ def parted(m: int, site: int) -> list[float]:
     """
     order = [0, *(1 + (stream + site) % (m - 1) for stream in range(m - 1))] if m > 1 else [0]
     sign = -1 if site // max(m - 1, 1) % 2 else 1
-    found = [1.0] * m
+    weights = [1.0] * m
     for ahead, behind in zip(order[: m // 2], order[::-1], strict=False):
-        found[ahead] += sign * PARTED
-        found[behind] -= sign * PARTED
-    return found
+        weights[ahead] += sign * PARTED
+        weights[behind] -= sign * PARTED
+    return weights
 
 
 def scaled(m: int, site: int) -> list[float]:
@@ -105,17 +105,17 @@ def start_of(config: Any) -> Start:
 
 def written(config: Any, site: int) -> list[float]:
     """The weights with which a site writes to each stream; `output_scale`, if given, is their mean."""
-    found = start_of(config).write(config.streams, site)
+    weights = start_of(config).write(config.streams, site)
     if config.output_scale is None:
-        return found
-    return [weight * config.output_scale * config.streams / sum(found) for weight in found]
+        return weights
+    return [weight * config.output_scale * config.streams / sum(weights) for weight in weights]
 
 
 def read_gates(config: Any, site: int) -> list[float]:
     """The weights with which a site reads each stream through gates, which are never 0 or 1."""
-    found = start_of(config).read(config.streams, site)
-    share = TURN if min(found) == 0 else 1.0
-    return [share * weight + (1 - share) / config.streams for weight in found]
+    weights = start_of(config).read(config.streams, site)
+    share = TURN if min(weights) == 0 else 1.0
+    return [share * weight + (1 - share) / config.streams for weight in weights]
 
 
 def check_output_scale(config: Any, widest: float = math.inf) -> None:

@@ -79,7 +79,7 @@ def merge(h1: Tensor, lse1: Tensor, h2: Tensor, lse2: Tensor) -> tuple[Tensor, T
     """
     check_sources([h1, h2], ("h1", "h2"))
     for name, lse in (("lse1", lse1), ("lse2", lse2)):
-        check_beside(name, lse, h1)
+        check_tensor(name, lse, h1)
         if lse.shape != h1.shape[:-1]:
             raise ValueError(
                 f"{name} has shape {list(lse.shape)}; expected {list(h1.shape[:-1])}, one number per token"
@@ -116,9 +116,9 @@ def check_sources(sources: Sequence[Tensor], names: Sequence[str] | None = None)
 
 
 def check_query(query: Tensor, key_weight: Tensor | None, source: Tensor) -> None:
-    check_beside("query", query, source)
+    check_tensor("query", query, source)
     if key_weight is not None:
-        check_beside("key_weight", key_weight, source)
+        check_tensor("key_weight", key_weight, source)
     dim = source.shape[-1]
     if query.dim() not in (1, 2) or query.shape[-1] != dim:
         raise ValueError(
@@ -140,7 +140,7 @@ def check_options(options: ReadOptions) -> None:
         raise ValueError(f"scale={options.scale}; expected a finite number, such as 1.0")
 
 
-def check_beside(name: str, tensor: Tensor, source: Tensor) -> None:
+def check_tensor(name: str, tensor: Tensor, source: Tensor) -> None:
     """Check that a query, weight or lse is floating-point and on the sources' device; its dtype may differ."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; expected a tensor")

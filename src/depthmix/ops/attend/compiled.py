@@ -112,8 +112,8 @@ def _(v: Sequence[Tensor], c: Tensor, prior: Any, prior_lse: Any, *options: Any)
 
 @backward_op.register_fake
 def _(v: Sequence[Tensor], c: Tensor, h: Any, prior_lse: Tensor | None, *rest: Any) -> list[Tensor]:
-    alike = [*v, c] if prior_lse is None else [*v, c, v[0], prior_lse]
-    return [t.new_empty(t.shape) for t in alike]
+    inputs = [*v, c] if prior_lse is None else [*v, c, v[0], prior_lse]
+    return [t.new_empty(t.shape) for t in inputs]
 
 
 def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

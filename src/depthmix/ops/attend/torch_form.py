@@ -62,11 +62,11 @@ def backward(
         u = torch.zeros_like(a) if g is None else torch.stack([dot(g, v) for v in sources], -1)
         used = (a * u).sum(-1)
         from_lse = nothing if from_lse is None else from_lse
-        felt = used if h is None else nothing if g is None else dot(g, h)
-        slopes.append(a * (u - felt.unsqueeze(-1) + from_lse.unsqueeze(-1)))
+        grad_dot_h = used if h is None else nothing if g is None else dot(g, h)
+        slopes.append(a * (u - grad_dot_h.unsqueeze(-1) + from_lse.unsqueeze(-1)))
         if prior_lse is not None:
             of_prior = (prior_lse - lse[q]).exp()
-            grad_prior_lse = felt - used - of_prior * felt + of_prior * from_lse
+            grad_prior_lse = grad_dot_h - used - of_prior * grad_dot_h + of_prior * from_lse
             if g is not None:
                 grad_prior = weighted_sum([g], [of_prior.unsqueeze(-1)])
     slope = options.scale * torch.stack(slopes, -2)  # [..., Q, S]: of r_s <v_s, c_q>

@@ -54,14 +54,14 @@ def cached_library(compiler: str) -> Path:
     target = folder / f"attend-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=folder, suffix=".so")
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".so")
         os.close(handle)
         try:
-            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", beside]
+            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", temporary]
             subprocess.run(command, capture_output=True, text=True, check=True)
-            os.replace(beside, target)
+            os.replace(temporary, target)
         finally:
-            Path(beside).unlink(missing_ok=True)
+            Path(temporary).unlink(missing_ok=True)
     return target
 
 

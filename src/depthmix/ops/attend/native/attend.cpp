@@ -135,12 +135,12 @@ void forward(int64_t tokens, int64_t D, int S, int Q, const T *const *v, const T
                 T *w = weight + (t * Q + q) * S;
                 T top = prior ? prior_lse[q * tokens + t] : -std::numeric_limits<T>::infinity();
                 for (int s = 0; s < S; ++s) top = std::max(top, w[s]);
-                T own = prior ? std::exp(prior_lse[q * tokens + t] - top) : (T)0, sum = own;
+                T of_prior = prior ? std::exp(prior_lse[q * tokens + t] - top) : (T)0, sum = of_prior;
                 for (int s = 0; s < S; ++s) sum += (w[s] = std::exp(w[s] - top));
                 for (int s = 0; s < S; ++s) mixing[s] = (w[s] /= sum);
                 lse[q * tokens + t] = top + std::log(sum);
                 int parts = S;
-                if (prior) rows[parts] = prior[q] + t * D, mixing[parts++] = own / sum;
+                if (prior) rows[parts] = prior[q] + t * D, mixing[parts++] = of_prior / sum;
                 T *out = h[q] + t * D;
                 int64_t i = 0;
                 for (; i + 4 * N <= D; i += 4 * N) {
@@ -230,18 +230,18 @@ void backward(int64_t tokens, int64_t D, int S, int Q, const T *const *v, const 
                     if (!g[q]) slope[q * S + s] = 0;
                     used += a[q * S + s] * slope[q * S + s];
                 }
-                const T felt = prior_lse ? (g[q] ? dot(g[q], h[q] + t * D, D) : (T)0) : used;
+                const T grad_dot_h = prior_lse ? (g[q] ? dot(g[q], h[q] + t * D, D) : (T)0) : used;
                 for (int s = 0; s < S; ++s) {
-                    const T dl = a[q * S + s] * (slope[q * S + s] - felt + dle);
+                    const T dl = a[q * S + s] * (slope[q * S + s] - grad_dot_h + dle);
                     if (tiny(r[s])) far[q * S + s] = (T)scale * dl;
                     slope[q * S + s] = tiny(r[s]) ? (T)0 : (T)scale * dl * r[s];
                     if (normalize) pull[s] += slope[q * S + s] * product[q * S + s] * (r[s] * r[s] / (T)D);
                 }
                 if (prior_lse) {
-                    const T own = std::exp(prior_lse[q * tokens + t] - lse[q * tokens + t]);
-                    dprior_lse[q * tokens + t] = felt - used - own * felt + own * dle;
+                    const T of_prior = std::exp(prior_lse[q * tokens + t] - lse[q * tokens + t]);
+                    dprior_lse[q * tokens + t] = grad_dot_h - used - of_prior * grad_dot_h + of_prior * dle;
                     T *out = dprior[q] + t * D;
-                    for (int64_t i = 0; i < D; ++i) out[i] = g[q] ? own * g[q][i] : (T)0;
+                    for (int64_t i = 0; i < D; ++i) out[i] = g[q] ? of_prior * g[q][i] : (T)0;
                 }
             }
             int64_t i = 0;
