@@ -65,7 +65,7 @@ class DeepDelta(DepthMixer):
 
     Config = DeepDeltaConfig
     paper = "arXiv 2601.00417"
-    holds = "X with V columns"
+    holds = "V columns"
     rank_formula = "operator-valued"
     parameters_formula = "L(D+1+V·D), + L·V for V ≥ 2, + L·V with a bias"
     operator_valued = True

@@ -39,7 +39,7 @@ class Highway(DepthMixer):
 
     Config = HighwayConfig
     paper = "arXiv 1505.00387"
-    holds = "stream x"
+    holds = "1 stream"
     rank_formula = "1"
     parameters_formula = "L·(D+1) or L·(D²+D)"
     takes_decay = frozenset({"weight"})

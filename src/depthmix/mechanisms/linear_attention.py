@@ -74,7 +74,7 @@ class LinearAttention(DepthMixer):
 
     Config = LinearAttentionConfig
     paper = "arXiv 2006.16236"
-    holds = "S with r rows"
+    holds = "r rows"
     rank_formula = "r"
     parameters_formula = "(L+1)r(D+1) + L·r"
     takes_decay = frozenset(

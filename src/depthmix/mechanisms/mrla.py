@@ -65,7 +65,7 @@ class LayerAttention(DepthMixer):
 
     Config = LayerAttentionConfig
     paper = "arXiv 2302.03985"
-    holds = "stream x, attention o"
+    holds = "stream, attention"
     rank_formula = "2 per channel"
     parameters_formula = "(4L+2)·D"
     variants = ({}, {"head_dim": 2}, {"form": "base"}, {"form": "base", "head_dim": 4})

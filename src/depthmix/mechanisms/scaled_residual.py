@@ -41,7 +41,7 @@ class ScaledResidual(DepthMixer):
 
     Config = ScaledResidualConfig
     paper = "arXiv 2003.04887, 2103.17239"
-    holds = "stream x"
+    holds = "1 stream"
     rank_formula = "1"
     parameters_formula = "L or L·D"
     variants = ({}, {"gate": "channel"}, {"init": 1.0})
