@@ -112,7 +112,8 @@ def test_a_folder_that_is_neither_a_run_nor_a_model_is_refused(
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "config.toml").write_text(tiny_run(tmp_path / "begun").to_toml())
     assert main(["generate", str(tmp_path / "begun"), "-p", PROMPT]) == 2
-    assert "has neither a final model nor a checkpoint; expected a run with at least one checkpoint" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "has neither a final model nor a checkpoint; expected a run with at least one checkpoint" in err
 
 
 def test_a_run_that_names_a_function_is_loaded_only_when_asked(

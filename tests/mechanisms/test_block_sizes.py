@@ -16,7 +16,7 @@ from depthmix.mechanisms.block_attnres import BlockAttnRes, BlockAttnResConfig
 from depthmix.models.presets import PRESETS
 from tests.runs import tiny_run
 
-ODD = "an odd block size cannot be expressed in whole layers"
+ODD = "an odd block size is not a whole number of layers"
 
 
 def note(config: BlockAttnResConfig, depth: int) -> str:
@@ -74,7 +74,7 @@ def test_every_place_that_describes_a_stack_names_an_odd_size(capsys: pytest.Cap
     assert main(["show", "block_attnres", "--options", "num_blocks=8", "--depth", "24", "--json"]) == 0
     assert ODD in json.loads(capsys.readouterr().out)["note"]
     assert main(["show", "block_attnres", "--options", "num_blocks=8", "--depth", "24"]) == 0
-    assert "cannot be expressed" in capsys.readouterr().out
+    assert "is not a whole number" in capsys.readouterr().out
     assert main(["list", "--depth", "24"]) == 0
     assert "block_attnres: 6 blocks of 4 sublayers" in capsys.readouterr().out
 

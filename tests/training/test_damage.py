@@ -45,7 +45,7 @@ def test_a_changed_byte_in_the_weights_of_a_complete_run_is_noticed_by_every_com
         assert main(command) == 2, command
         out, err = capsys.readouterr()
         assert "complete already" not in out + err
-        assert f"{path} is damaged or of another save: its SHA-256 is not the one in config.json" in err
+        assert f"{path} is damaged or from another save: its SHA-256 is not the one in config.json" in err
 
 
 def test_the_message_tells_how_to_make_the_weights_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
