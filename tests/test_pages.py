@@ -74,6 +74,7 @@ def test_a_page_lists_every_parameter_and_no_other(name: str) -> None:
 def test_the_api_page_has_every_public_name_once() -> None:
     page = re.findall(r"^::: depthmix\.(.+)$", (DOCS / "api.md").read_text(), re.M)
     wanted = set(dm.__all__) - {"ops"} | {f"{m}.{name}" for m in MODULES for name in getattr(dm, m).__all__}
+    wanted |= {f"analysis.plot.{name}" for name in dm.plot.__all__}
     assert sorted(page) == sorted(wanted)
 
 

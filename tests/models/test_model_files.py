@@ -236,7 +236,7 @@ def test_every_damage_has_its_error(damage: Any, kind: type[Exception], words: s
 
 
 def test_a_missing_directory_is_told(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="does not exist or is no folder"):
+    with pytest.raises(FileNotFoundError, match="does not exist or is not a folder"):
         load_model(tmp_path / "nowhere")
 
 
@@ -342,4 +342,4 @@ def test_wrong_input_ends_with_its_message(
 
 def test_a_missing_model_ends_with_its_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path / "nowhere"), "-p", "x"]) == 2
-    assert "does not exist or is no folder" in capsys.readouterr().err
+    assert "does not exist or is not a folder" in capsys.readouterr().err

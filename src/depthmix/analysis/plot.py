@@ -16,6 +16,8 @@ from depthmix.analysis.trace import Trace
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+__all__ = ["mixing_matrix", "source_weights", "value_matrix"]
+
 NEEDS_MATPLOTLIB = "figures need matplotlib; install it with: pip install 'depthmix[figures]'"
 MOST_TICKS = 9
 

@@ -142,15 +142,20 @@ def run(
 def open_folder(
     folder: Path, device: str, dtype: torch.dtype | None, functions: bool
 ) -> tuple[Decoder, BatchTokenizer]:
-    """The model and the tokenizer of a run, finished or not, or of a directory that `save_model` wrote."""
-    if any((folder / name).is_file() for name in MODEL_FILES):
-        model = load_model(folder, device=device, dtype=dtype, functions=functions)
-        return model, load_tokenizer(folder, model.config.vocab_size)
+    """The model and the tokenizer of a run, finished or not, or of a folder that `save_model` wrote."""
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} does not exist or is not a folder; expected that of a run or of a saved model"
+        )
+    for place in (folder, folder / "final"):  # `final` is that of a finished run
+        if any((place / name).is_file() for name in MODEL_FILES):
+            model = load_model(place, device=device, dtype=dtype, functions=functions)
+            return model, load_tokenizer(place, model.config.vocab_size)
     if (folder / "config.toml").is_file():
         model = open_run_folder(folder, device, dtype=dtype, functions=functions).model
         return model, run_tokenizer(folder, read_config(folder).data)
     raise FileNotFoundError(
-        f"{folder} is neither the folder of a run of `depthmix train` (it has no config.toml) nor a directory written "
+        f"{folder} is neither the folder of a run of `depthmix train` (it has no config.toml) nor a folder written "
         "by dm.save_model (it has no config.json)"
     )
 

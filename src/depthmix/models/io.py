@@ -71,7 +71,7 @@ def load_model(
     folder = Path(directory)
     check_device(device)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} does not exist or is no folder; expected a folder that save_model wrote")
+        raise FileNotFoundError(f"{folder} does not exist or is not a folder; expected a folder that save_model wrote")
     config = read_config(folder, functions)
     tensors, _ = read_tensors(folder / WEIGHTS, AGAIN)
     with torch.device("meta"):
