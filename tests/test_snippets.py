@@ -15,7 +15,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -149,14 +149,15 @@ def verb_module(verb: str) -> Any:
 
 
 @pytest.fixture
-def parsed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def parsed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The command line with verbs that do nothing but keep what they were given."""
-    kept: list[dict[str, Any]] = []
+    kept: dict[str, Any] = {}
 
     def replaced(run: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(run)
         def keep(*args: Any, **given: Any) -> int:
-            kept.append(inspect.signature(run).bind(*args, **given).arguments)
+            for name, value in inspect.signature(run).bind(*args, **given).arguments.items():
+                kept.update(vars(value) if is_dataclass(value) else {name: value})  # flags in groups, or one by one
             return 0
 
         return keep
@@ -169,11 +170,22 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("page", "given"), COMMANDS, ids=[f"{page}: {' '.join(given)[:60]}" for page, given in COMMANDS]
 )
-def test_a_command_of_a_page_is_accepted(page: str, given: tuple[str, ...], parsed: list[dict[str, Any]]) -> None:
+def test_a_command_of_a_page_is_accepted(page: str, given: tuple[str, ...], parsed: dict[str, Any]) -> None:
     assert main(given) == 0
-    (arguments,) = parsed
     assert given[0] in VERBS
+    assert parsed
     if given[0] in ("train", "compare", "scaling"):
-        for pair in (*arguments.get("set_", ()), *arguments.get("sweep", ())):
+        for pair in (*parsed.get("set_", ()), *parsed.get("sweep", ())):
             key = ".".join(pair.partition("=")[0].removeprefix("model.").split(".")[:2])
             assert key in FIELDS, f"{page}: no field {pair}"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_page_of_the_command_line_names_every_flag(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    flags = set(re.findall(r"--[a-z][a-z-]+[a-z]", capsys.readouterr().out.split(" options ", 1)[1]))
+    flags = {flag for flag in flags if not flag.startswith("--no-")} - {"--help", "--json"}  # of all verbs
+    section = re.split(r"^## ", PAGES["docs/cli.md"], flags=re.M)
+    (text,) = [part for part in section if part.startswith(f"depthmix {verb}")]
+    assert flags - set(re.findall(r"--[a-z-]+[a-z]", text)) == set()
