@@ -18,7 +18,7 @@ from depthmix.cli.show import equations
 from tests.mechanisms.test_flops import TOLERANCE, by_parts, by_read, deviation, lean  # noqa: F401
 
 PAGE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
-LOOP, CODE, REFERENCE = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
+_, CODE, REFERENCE = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
 NAME, TARGET = re.search(r'^(\w+) = "(\S+)"$', PAGE, re.M).groups()  # type: ignore[union-attr]
 VARIANTS = [{}, {"gate": "channel"}, {"bias": 1.0}]
 EACH = pytest.mark.parametrize("options", VARIANTS, ids=str)
@@ -101,14 +101,6 @@ def test_it_reaches_its_rank_and_its_equations_have_lines_of_code(memory: str) -
     assert all(row["code"] for row in rows)
     with pytest.raises(ValueError, match=r"memory: eps=0.0; expected a number above 0"):
         dm.DepthStack(memory, dim=8, depth=4, eps=0.0)
-
-
-def test_the_loop_of_the_page_runs_a_stack() -> None:
-    depth = dm.DepthStack("block_attnres", dim=8, depth=4)
-    scope = {"depth": depth, "sublayers": [torch.tanh] * 4, "x": torch.randn(2, 8)}
-    scope |= {"first_mixer": depth[0], "output_mixer": depth.out}
-    exec(compile(LOOP, "CONTRIBUTING.md", "exec"), scope)
-    assert torch.equal(scope["h"], depth(scope["x"], scope["sublayers"]))
 
 
 def test_the_page_names_every_field_that_a_mechanism_states() -> None:
