@@ -6,9 +6,11 @@ Blocks of one page share a scope, in the order of the page and in an empty folde
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
+import io
 import re
 import shlex
 import subprocess
@@ -119,8 +121,9 @@ def test_the_demo_ends_with_the_page_and_what_each_model_writes(tmp_path: Path) 
 
 
 def commands(page: str) -> Iterator[list[str]]:
-    """Words of every command in the page's shell blocks."""
-    for block in re.findall(r"^ *```sh\n(.*?)^ *```", PAGES[page], re.S | re.M):
+    """Words of every command in the page's shell blocks and indented lines."""
+    indented = re.findall(r"^    (depthmix .*\n)", PAGES[page], re.M)
+    for block in [*re.findall(r"^ *```sh\n(.*?)^ *```", PAGES[page], re.S | re.M), *indented]:
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             while words:
@@ -180,12 +183,26 @@ def test_a_command_of_a_page_is_accepted(page: str, given: tuple[str, ...], pars
             assert key in FIELDS, f"{page}: no field {pair}"
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_the_page_of_the_command_line_names_every_flag(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+@functools.cache
+def flags(verb: str) -> frozenset[str]:
+    """Those that the verb's help names."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
         main([verb, "--help"])
-    flags = set(re.findall(r"--[a-z][a-z-]+[a-z]", capsys.readouterr().out.split(" options ", 1)[1]))
-    flags = {flag for flag in flags if not flag.startswith("--no-")} - {"--help", "--json"}  # of all verbs
-    section = re.split(r"^## ", PAGES["docs/cli.md"], flags=re.M)
-    (text,) = [part for part in section if part.startswith(f"depthmix {verb}")]
-    assert flags - set(re.findall(r"--[a-z-]+[a-z]", text)) == set()
+    names = re.findall(r"--[a-z][a-z-]+[a-z]", out.getvalue().split(" options ", 1)[1])
+    return frozenset(name for name in names if not name.startswith("--no-"))
+
+
+def test_commands_in_sentences_have_flags_that_exist() -> None:
+    inline = [(page, *m) for page, text in PAGES.items() for m in re.findall(r"`depthmix ([a-z]+)( [^`\n]*)?`", text)]
+    assert len(inline) > 40
+    for page, verb, rest in inline:
+        assert verb in VERBS, f"{page}: depthmix {verb}"
+        unknown = set(re.findall(r"--[a-z][a-z-]+", rest)) - flags(verb)
+        assert not unknown, f"{page}: depthmix {verb}{rest}"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_page_of_the_command_line_names_every_flag(verb: str) -> None:
+    (text,) = [part for part in PAGES["docs/cli.md"].split("\n## ") if part.startswith(f"depthmix {verb}")]
+    common = {"--help", "--json"}  # of all verbs, named once at the top
+    assert flags(verb) - common - set(re.findall(r"--[a-z-]+[a-z]", text)) == set()
