@@ -188,7 +188,9 @@ def flags(verb: str) -> frozenset[str]:
     """Those that the verb's help names."""
     with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
         main([verb, "--help"])
-    heads = [line.split("  ")[0] for line in re.findall(r"^│ (-.*)", out.getvalue(), re.M)]  # flags, not their meaning
+    heads = [
+        line.split("  ")[0] for line in re.findall(r"^[│ ] {1,2}(-\S.*)", out.getvalue(), re.M)
+    ]  # flags, not their meaning
     return frozenset(name for head in heads for name in re.findall(r"--[a-z-]+[a-z]", head) if name[:5] != "--no-")
 
 
