@@ -188,9 +188,8 @@ def flags(verb: str) -> frozenset[str]:
     """Those that the verb's help names."""
     with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
         main([verb, "--help"])
-    heads = [
-        line.split("  ")[0] for line in re.findall(r"^[│ ] {1,2}(-\S.*)", out.getvalue(), re.M)
-    ]  # flags, not their meaning
+    lines = re.findall(r"^[│ ] {1,2}(-\S.*)", out.getvalue(), re.M)
+    heads = [line.split("  ")[0] for line in lines]  # without their meaning, which may name other flags
     return frozenset(name for head in heads for name in re.findall(r"--[a-z-]+[a-z]", head) if name[:5] != "--no-")
 
 
