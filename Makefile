@@ -5,18 +5,19 @@ BIN := $(VENV)/bin
 # bf16 products end in an illegal instruction on CPUs that advertise AMX without its tile palette.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo matrices study test test-full lint docs house conformance bench clean help
+.PHONY: demo matrices study test test-full lint docs package house conformance bench clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo         train residual, block_attnres and depth_attention side by side (about 4 minutes); a page under out/"
-	@echo "make matrices     heat maps of M for every mechanism, under out/"
+	@echo "make matrices     heat maps of M for every mechanism, under out/; renews docs/images/mixing_matrices.png"
 	@echo "make study        compare six mechanisms over five seeds with two optimisers (about two hours); writes docs/results/first_study*"
 	@echo "make test         linters, types and all tests (a few minutes on two cores)"
 	@echo "make test-full    the same with every combination of mechanism, KV site and form of the decoder, and 10,000 random command lines"
 	@echo "make conformance  compare with public implementations from PyPI"
 	@echo "make bench        measure speed and memory beside other implementations; writes docs/results/speed.md (over an hour)"
 	@echo "make docs         build the documentation into site/"
+	@echo "make package      build wheel and sdist into dist/, and try each in an empty environment (a few minutes)"
 	@echo "make house        draw which floor imports from which, from the source, into docs/house.md"
 	@echo "make clean        remove everything that was built"
 
@@ -43,6 +44,7 @@ demo: $(VENV)/dev
 
 matrices: $(VENV)/dev
 	$(BIN)/python examples/mixing_matrices.py out/mixing_matrices
+	cp out/mixing_matrices/all.png docs/images/mixing_matrices.png
 
 # Started again it resumes; ARGS="--seeds 1" for a part of it, whose runs the whole then uses. What a mechanism gains
 # depends on the optimiser, so both are compared, each at the best of its own rates. STUDIES is where the runs are kept.
@@ -93,8 +95,13 @@ bench: $(BENCH)/installed compiler
 house: $(VENV)/dev
 	$(BIN)/python -m tools.draw_house
 
+# The theme's notice about a later mkdocs does not concern a build with mkdocs 1.
 docs: $(VENV)/dev
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m tools.site_requests site
+
+package: $(VENV)/dev
+	$(BIN)/python -m tools.package
 
 clean:
 	rm -rf $(VENV) .venv-conformance .venv-bench build dist site out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,9 +2,9 @@
 
     python examples/compare_demo.py [FOLDER]
 
-Trains the plain residual, block_attnres and depth_attention, prints the table and where the page is, and lets the model
-of each arm go on writing. Each arm has the learning rate that was best for it in a sweep (docs/results/demo_rates.md).
-One seed of small models at few steps: this shows that it works, not which is better.
+Trains the plain residual, block_attnres and depth_attention, prints the table and where the page is, and then how
+the model of each arm continues a prompt. Each arm has the learning rate that was best for it in a sweep
+(docs/results/demo_rates.md). One seed of small models at few steps: this shows that it works, not which is better.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def demo(folder: Path, *more: str) -> int:
         tokenizer = load_tokenizer(final, model.config.vocab_size)
         prompt = tokenizer.encode(PROMPT)
         (answer,) = dm.generate(model, [prompt], max_new_tokens=100, temperature=0.7, seed=0)
-        print(f"\n--- {run['arm']} goes on writing ---\n{PROMPT}{tokenizer.decode(answer).rstrip()}")
+        print(f"\n--- {run['arm']} continues the prompt ---\n{PROMPT}{tokenizer.decode(answer).rstrip()}")
     return code
 
 

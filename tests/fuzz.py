@@ -196,12 +196,16 @@ def verbs() -> dict[str, Callable[..., int]]:
     return {name: module.run for name, module in modules.items() if hasattr(module, "run")}
 
 
-def options_of(run: Callable[..., int]) -> list[Option]:
+def options_of(group: Any) -> list[Option]:
+    """The options that a function or a group, a dataclass, declares; those of groups inside it in their order."""
     found = []
-    hints = typing.get_type_hints(run, include_extras=True)
-    for name, parameter in inspect.signature(run).parameters.items():
+    hints = typing.get_type_hints(group, include_extras=True)
+    for name, parameter in inspect.signature(group).parameters.items():
         hint, marks = hints[name], getattr(hints[name], "__metadata__", ())
         hint = typing.get_args(hint)[0] if marks else hint
+        if dataclasses.is_dataclass(hint):
+            found += options_of(hint)
+            continue
         if isinstance(hint, types.UnionType):
             hint = next(h for h in typing.get_args(hint) if h is not type(None))
         many = typing.get_origin(hint) is tuple

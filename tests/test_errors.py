@@ -187,7 +187,7 @@ def test_a_bool_option_of_another_type_is_refused(options: list[Option], value: 
 def test_a_text_option_of_another_type_is_refused(options: list[Option], value: Any) -> None:
     for option in options:
         if option.hint is str:
-            refused(option, value, "a text")
+            refused(option, value, "a string")
 
 
 @pytest.mark.parametrize("value", ["softmaxx", "", None, 1, ["softmax"]], ids=repr)
@@ -252,7 +252,7 @@ def test_blocks_that_do_not_fit_the_depth_are_refused(option: str, value: int) -
 
 
 def test_both_ways_to_say_the_block_size_at_once_are_refused() -> None:
-    with pytest.raises(ValueError, match=says("block_sublayers=2", "num_blocks=3", "expected one of them")):
+    with pytest.raises(ValueError, match=says("block_sublayers=2", "num_blocks=3", "expected only one of them")):
         build("block_attnres", block_sublayers=2, num_blocks=3)
 
 
@@ -281,9 +281,13 @@ def test_a_window_without_outputs_is_refused(window: int) -> None:
         (
             "attnres",
             {"mixing": "sigmoid", "scale_by_count": True},
-            ["scale_by_count=True", "expected softmax or static"],
+            ["scale_by_count=True", "expected mixing='softmax' or 'static'"],
         ),
-        ("block_attnres", {"mixing": "linear", "scale_by_count": True}, ["scale_by_count=True", "softmax or static"]),
+        (
+            "block_attnres",
+            {"mixing": "linear", "scale_by_count": True},
+            ["scale_by_count=True", "'softmax' or 'static'"],
+        ),
         (
             "linear_attention",
             {"normalize": True},
@@ -335,7 +339,7 @@ def test_a_width_or_depth_that_is_no_whole_number_is_refused(what: str, value: A
     [["attn"] * (DEPTH - 1), ["mlp"] * (DEPTH + 1), [], ["attn", "mlp", "attn", "mlp", "out"], ["attention"] * DEPTH],
 )
 def test_kinds_of_the_wrong_length_or_name_are_refused(kinds: Any) -> None:
-    with pytest.raises(ValueError, match=says(f"kinds={kinds!r}", f"expected {DEPTH} times 'attn' or 'mlp'")):
+    with pytest.raises(ValueError, match=says(f"kinds={kinds!r}", f"expected {DEPTH} entries 'attn' or 'mlp'")):
         build(kinds=kinds)
 
 
@@ -357,7 +361,9 @@ def test_kinds_of_the_wrong_length_or_name_are_refused(kinds: Any) -> None:
 )
 def test_begin_refuses_what_is_no_floating_tensor(x: Any, parts: list[str]) -> None:
     for name in NAMES:
-        with pytest.raises(TypeError, match=says("begin got", *parts, f"expected a floating tensor [..., {DIM}]")):
+        with pytest.raises(
+            TypeError, match=says("begin got", *parts, f"expected a floating-point tensor [..., {DIM}]")
+        ):
             build(name).begin(x)
 
 
@@ -419,7 +425,7 @@ def test_a_sublayer_that_returns_another_device_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sublayer_that_returns_no_floating_dtype_is_refused(name: str) -> None:
     for dtype in (torch.long, torch.bool, torch.complex64):
-        with pytest.raises(ValueError, match=says("sublayer 1 returned", dtype, "expected a floating tensor")):
+        with pytest.raises(ValueError, match=says("sublayer 1 returned", dtype, "expected a floating-point tensor")):
             write_at(build(name), 1, lambda h, dtype=dtype: h.to(dtype))
 
 
@@ -439,7 +445,7 @@ def test_a_sublayer_that_returns_no_tensor_is_refused(f: Any, got: str) -> None:
     """Attention modules like to return a tuple: the tensor and its weights."""
     for name in NAMES:
         with pytest.raises(
-            (TypeError, ValueError), match=says("sublayer 1 returned", got, "expected a floating tensor")
+            (TypeError, ValueError), match=says("sublayer 1 returned", got, "expected a floating-point tensor")
         ):
             write_at(build(name), 1, f)
 
@@ -505,9 +511,11 @@ def test_an_embedding_in_place_of_the_state_is_refused(name: str) -> None:
     """A tensor with one row has the length of a state with one tensor: it would lose its first axis silently."""
     stack = build(name)
     for x in (embedding(1, 7), embedding()):
-        with pytest.raises((TypeError, ValueError), match=says("site 0 got", "Tensor", "expected a tuple", "begin")):
+        with pytest.raises((TypeError, ValueError), match=says("site 0 got", "Tensor", "expected the tuple", "begin")):
             stack[0].read(x)  # type: ignore[arg-type]
-    with pytest.raises((TypeError, ValueError), match=says(f"site {DEPTH} got", "Tensor", "expected a tuple", "begin")):
+    with pytest.raises(
+        (TypeError, ValueError), match=says(f"site {DEPTH} got", "Tensor", "expected the tuple", "begin")
+    ):
         stack.end(embedding())  # type: ignore[arg-type]
 
 
@@ -553,12 +561,12 @@ def test_a_slice_of_a_slice_stays_within_it(bounds: tuple[int, int]) -> None:
 
 def test_a_slice_without_the_output_refuses_to_end() -> None:
     stack = build()
-    with pytest.raises(ValueError, match=says("ends before sublayer 3", f"of {DEPTH}", "only the last one")):
+    with pytest.raises(ValueError, match=says("ends before sublayer 3", f"of {DEPTH}", "call end on the last slice")):
         stack.slice(0, 3).end(states_of(stack)[3])
 
 
 def test_a_later_slice_refuses_to_begin() -> None:
-    with pytest.raises(ValueError, match=says("begins at sublayer 2", "only the one with sublayer 0")):
+    with pytest.raises(ValueError, match=says("begins at sublayer 2", "call begin on the slice with sublayer 0")):
         build().slice(2, 4).begin(embedding())
 
 
@@ -584,7 +592,9 @@ def test_the_wrong_number_of_sublayers_is_refused(count: int) -> None:
 
 @pytest.mark.parametrize("sublayers", [nn.Linear(DIM, DIM), torch.tanh, None], ids=["module", "function", "none"])
 def test_a_single_callable_in_place_of_a_list_of_sublayers_is_refused(sublayers: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=says("sublayers", type(sublayers).__name__, f"expected {DEPTH}")):
+    with pytest.raises(
+        (TypeError, ValueError), match=says("sublayers", type(sublayers).__name__, f"expected a list of {DEPTH}")
+    ):
         build()(embedding(), sublayers)
 
 
@@ -600,24 +610,24 @@ def sources(count: int = 3) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("spoil", "parts"),
     [
-        (lambda v: v.double(), ["sources[1]", "dtype torch.float64", "torch.float32"]),
-        (lambda v: v.bfloat16(), ["sources[1]", "dtype torch.bfloat16", "torch.float32"]),
-        (lambda v: v.long(), ["sources[1]", "dtype torch.int64", "torch.float32"]),
-        (lambda v: v[:1], ["sources[1]", "[1, 3, 8]", "[2, 3, 8]"]),
-        (lambda v: v[..., :1], ["sources[1]", "[2, 3, 1]", "[2, 3, 8]"]),
-        (lambda v: v[0], ["sources[1]", "[3, 8]", "[2, 3, 8]"]),
-        (lambda v: v.to("meta"), ["sources[1]", "device meta", "cpu"]),
+        (lambda v: v.double(), ["sources[1]", "dtype torch.float64", "torch.float32", "the same dtype for all"]),
+        (lambda v: v.bfloat16(), ["sources[1]", "dtype torch.bfloat16", "torch.float32", "the same dtype for all"]),
+        (lambda v: v.long(), ["sources[1]", "dtype torch.int64", "torch.float32", "the same dtype for all"]),
+        (lambda v: v[:1], ["sources[1]", "[1, 3, 8]", "[2, 3, 8]", "the same shape for all"]),
+        (lambda v: v[..., :1], ["sources[1]", "[2, 3, 1]", "[2, 3, 8]", "the same shape for all"]),
+        (lambda v: v[0], ["sources[1]", "[3, 8]", "[2, 3, 8]", "the same shape for all"]),
+        (lambda v: v.to("meta"), ["sources[1]", "device meta", "cpu", "the same device for all"]),
     ],
     ids=["fp64", "bf16", "int", "batch", "width", "rank", "device"],
 )
 def test_attend_refuses_sources_that_differ(spoil: Any, parts: list[str]) -> None:
     first, second, third = sources()
-    with pytest.raises(ValueError, match=says(*parts, "expected one for all", "convert before the call")):
+    with pytest.raises(ValueError, match=says(*parts, "convert before the call")):
         dm.ops.attend([first, spoil(second), third], torch.zeros(DIM))
 
 
 def test_attend_refuses_an_empty_list() -> None:
-    with pytest.raises(TypeError, match=says("sources", "no source at all", "expected a list of at least one tensor")):
+    with pytest.raises(TypeError, match=says("sources", "an empty list", "expected a list of at least one tensor")):
         dm.ops.attend([], torch.zeros(DIM))
 
 
@@ -627,7 +637,9 @@ def test_attend_refuses_a_stacked_tensor() -> None:
 
 
 def test_attend_refuses_integer_sources() -> None:
-    with pytest.raises(TypeError, match=says("sources[0]", "torch.int64", "expected a floating dtype", ".float()")):
+    with pytest.raises(
+        TypeError, match=says("sources[0]", "torch.int64", "expected a floating-point dtype", ".float()")
+    ):
         dm.ops.attend([v.long() for v in sources()], torch.zeros(DIM))
 
 
@@ -682,9 +694,9 @@ def test_attend_refuses_a_query_or_key_weight_that_is_no_tensor() -> None:
 
 def test_attend_refuses_an_integer_query_or_key_weight() -> None:
     whole = torch.ones(DIM, dtype=torch.long)
-    with pytest.raises(TypeError, match=says("query", "torch.int64", "expected a floating dtype")):
+    with pytest.raises(TypeError, match=says("query", "torch.int64", "expected a floating-point dtype")):
         dm.ops.attend(sources(), whole)
-    with pytest.raises(TypeError, match=says("key_weight", "torch.int64", "expected a floating dtype")):
+    with pytest.raises(TypeError, match=says("key_weight", "torch.int64", "expected a floating-point dtype")):
         dm.ops.attend(sources(), torch.ones(DIM), whole)
 
 
@@ -713,7 +725,7 @@ def test_merge_refuses_a_log_sum_exp_of_another_shape(which: str, shape: tuple[i
 @pytest.mark.parametrize(
     ("lse", "parts"),
     [
-        (torch.zeros(2, 3, dtype=torch.long), ["torch.int64", "expected a floating dtype"]),
+        (torch.zeros(2, 3, dtype=torch.long), ["torch.int64", "expected a floating-point dtype"]),
         (torch.zeros(2, 3, device="meta"), ["meta", "cpu", "expected"]),
     ],
     ids=["int", "device"],
@@ -775,7 +787,7 @@ def test_the_rank_of_what_is_not_floating_is_refused(measure: Any, dtype: torch.
 def test_the_rank_of_what_is_not_finite_is_refused(measure: Any, value: float, place: tuple[int, int]) -> None:
     M = torch.ones(4, 4).tril()
     M[place] = value
-    with pytest.raises(ValueError, match=says("not finite", "expected numbers", "overflow")):
+    with pytest.raises(ValueError, match=says("not finite", "expected finite numbers", "overflow")):
         measure(M)
 
 
@@ -816,13 +828,13 @@ def patched(stack: dm.DepthStack) -> list[str]:
 
 
 def test_a_trace_of_a_model_without_a_stack_is_refused() -> None:
-    with pytest.raises(ValueError, match=says("Linear holds none", "expected one DepthStack")):
+    with pytest.raises(ValueError, match=says("Linear contains 0 DepthStacks", "expected exactly one")):
         dm.trace(nn.Linear(DIM, DIM), embedding())
 
 
 def test_a_trace_of_a_model_with_two_stacks_is_refused_and_names_them() -> None:
     model = nn.ModuleDict({"encoder": build(), "decoder": build()})
-    with pytest.raises(ValueError, match=says("ModuleDict holds 2", "encoder", "decoder", "expected one DepthStack")):
+    with pytest.raises(ValueError, match=says("ModuleDict contains 2 DepthStacks (encoder, decoder)", "exactly one")):
         dm.trace(model, embedding())
 
 
@@ -930,7 +942,7 @@ def test_a_trace_that_fails_inside_a_sublayer_leaves_the_stack_as_it_was() -> No
 @pytest.mark.parametrize("part", [(0, 3), (2, 5)], ids=str)
 def test_a_trace_of_a_slice_is_refused(part: tuple[int, int]) -> None:
     stack = build().slice(*part)
-    with pytest.raises(ValueError, match=r"this slice (ends before|begins at) sublayer \d.*only the"):
+    with pytest.raises(ValueError, match=r"this slice (ends before|begins at) sublayer \d.*call (end|begin) on the"):
         dm.trace(stack, embedding(), [torch.tanh] * len(stack))
 
 
@@ -947,7 +959,7 @@ def test_channels_that_do_not_exist_are_refused(channels: list[int]) -> None:
 
 def test_contributions_of_a_trace_with_a_few_channels_are_refused() -> None:
     traced = dm.trace(build("highway", gate="channel"), embedding(), [torch.tanh] * DEPTH, channels=[0, 3])
-    with pytest.raises(ValueError, match=says("a few channels", "trace without `channels`")):
+    with pytest.raises(ValueError, match=says("only some channels", "trace without `channels`")):
         traced.contributions(1)
 
 
@@ -992,7 +1004,7 @@ def test_loading_a_truncated_trace_says_that_it_is_damaged(tmp_path: Any, kept: 
     path = tmp_path / "trace.safetensors"
     make_trace().save(path)
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=says(path, "damaged or no safetensors file", "Save the trace again")):
+    with pytest.raises(ValueError, match=says(path, "damaged or not a safetensors file", "Save the trace again")):
         dm.Trace.load(path)
 
 
@@ -1004,7 +1016,7 @@ def test_loading_a_truncated_trace_says_that_it_is_damaged(tmp_path: Any, kept: 
 def test_loading_a_foreign_file_says_that_it_is_none(tmp_path: Any, content: bytes) -> None:
     path = tmp_path / "notes.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=says(path, "damaged or no safetensors file")):
+    with pytest.raises(ValueError, match=says(path, "damaged or not a safetensors file")):
         dm.Trace.load(path)
 
 
@@ -1012,7 +1024,7 @@ def test_loading_a_foreign_file_says_that_it_is_none(tmp_path: Any, content: byt
 def test_loading_a_safetensors_file_that_is_no_trace_says_so(tmp_path: Any, metadata: Any) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(2, 2)}, path, metadata)
-    with pytest.raises(ValueError, match=says(path, "no trace", "expected one that Trace.save wrote")):
+    with pytest.raises(ValueError, match=says(path, "not a trace", "expected one that Trace.save wrote")):
         dm.Trace.load(path)
 
 

@@ -112,7 +112,7 @@ def test_the_demo_ends_with_the_page_and_what_each_model_writes(tmp_path: Path) 
     done = subprocess.run([sys.executable, script, *given], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "the whole page: out/comparison.md" in done.stdout
-    assert done.stdout.count("goes on writing ---\ndef __init__(self, ") == 3
+    assert done.stdout.count("continues the prompt ---\ndef __init__(self, ") == 3
     page = (tmp_path / "out" / "comparison.md").read_text()
     assert "depthmix compare --mixers residual block_attnres depth_attention" in page
 

@@ -77,4 +77,6 @@ def __getattr__(name: str) -> ModuleType:
     """Parts that are imported when they are asked for."""
     if name in ("bench", "data", "studies", "training"):
         return import_module(f"{__name__}.{name}")
+    if name == "plot":
+        return import_module(f"{__name__}.analysis.plot")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -82,11 +82,11 @@ class Liar(Residual):
     ("broken", "complaint"),
     [
         (Forgetful, "starts as PreNorm"),
-        (ShortCut, "read is combine"),
+        (ShortCut, "read equals combine(coeff)"),
         (Boastful, "starts as PreNorm"),
-        (Idle, "every parameter gets a gradient"),
-        (Idle, "owns 0 parameters"),
-        (Leaky, "each token on its own"),
+        (Idle, "every parameter gets a gradient (missing: "),
+        (Idle, "has 0 parameters"),
+        (Leaky, "tokens are independent"),
         (Liar, "sealed tensors never change"),
     ],
 )

@@ -177,4 +177,4 @@ def test_depth_attention_reads_the_first_and_the_middle_layer_and_no_other(layer
 
 
 def test_the_page_says_which_layers_depth_attention_reads() -> None:
-    assert re.search(r"Depth-Attention\.\*\* .* two layers and no others: 0 and ⌊N/2⌋", PAGE)
+    assert re.search(r"Depth-Attention\.\*\* .* two layers and no others: 0 and \$\\lfloor N/2 \\rfloor\$", PAGE)

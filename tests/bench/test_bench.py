@@ -8,6 +8,7 @@ import gc
 import importlib.metadata
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def test_an_interrupted_run_goes_on_from_its_journal(tmp_path: Path, capsys: pyt
     second = run_jobs(jobs, journal)
     assert second[0] == first[0]
     assert second[1] != first[1]
-    assert "pid: measured already" in capsys.readouterr().err
+    assert "pid: already measured" in capsys.readouterr().err
     assert run_jobs(jobs, journal) == second
     (other,) = run_jobs([Job(label="pid", target="os:getpid", keep=False)], journal)
     assert other not in second
@@ -347,7 +348,7 @@ def test_results_of_several_commands_make_one_page(tmp_path: Path, capsys: pytes
 def test_a_file_that_is_no_result_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "other.json").write_text('{"rows": []}')
     assert main(["bench", "--from", str(tmp_path / "other.json")]) == 2
-    assert "other.json is no result of this version" in capsys.readouterr().err
+    assert "other.json is not a result of this version" in capsys.readouterr().err
     assert main(["bench", "--from", str(tmp_path / "none.json")]) == 2
     assert main(["bench", "--quick", "--output", str(tmp_path)]) == 2
     assert "is a folder" in capsys.readouterr().err
@@ -367,12 +368,39 @@ def test_the_command_measures_every_part_and_prints_it_with_its_machine(
     for part in ("mixing", "step", "forward", "decode", "depth", "width"):
         assert {row.what for row in found.of(part)} == {"mhc", CONTROL}
     assert {row.at for row in found.of("sources")} == {2, 4}
-    assert all(len(row.samples) == 1 and len(row.samples[0]) == 3 for row in found.of("read", "step", "depth"))
-    assert {row.part for row in found.rows if row.verdict} <= {"kept"}, "small sizes say nothing about speed"
+    assert (found.processes, found.rounds) == (1, 3)
+    for row in found.rows:
+        if row.part == "kept":
+            assert row.figure is not None
+        else:
+            absent = (row.figure, row.low, row.high, row.bound, row.samples, row.verdict)
+            assert absent == (None, None, None, None, [], "runs"), "small sizes say nothing about speed"
     assert found.machine
     assert found.reads
     assert found.quick
-    assert "memory of mhc; all that is left" in printed.err
+    assert re.search("memory of mhc; about .* left in total", printed.err)
+
+
+def test_a_quick_result_shows_what_runs_and_what_is_kept_and_no_ratio(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even of a file that holds some, as earlier versions wrote them."""
+    pytest.importorskip("matplotlib")
+    saved, page, images = tmp_path / "speed.json", tmp_path / "speed.md", tmp_path / "images"
+    dataclasses.replace(full_report(), quick=True).save(saved)
+    assert "1.35" in saved.read_text()
+    assert main(["bench", "--from", str(saved), "--markdown", str(page), "--figures", str(images)]) == 0
+    out = capsys.readouterr().out
+    rows = page.read_text().partition("## One read")[2]
+    for text in (out, rows):
+        assert not re.search(r"\d\.\d+ (×|passes|ms|MB)|fails|undecided|not available", text)
+        assert "runs" in text
+        assert "90 bytes/token" in text
+    assert "Quick sizes show that each part runs." in out
+    assert "Quick sizes show that each part runs." in page.read_text()
+    assert [path.name for path in images.iterdir()] == ["memory.png"]
+    assert main(["bench", "--from", str(saved), "--json"]) == 0
+    assert {row.part for row in Report.from_json(capsys.readouterr().out).rows if row.figure is not None} == {"kept"}
 
 
 def test_networks_are_compiled_one_at_a_time_and_the_residual_only_once(
@@ -394,12 +422,13 @@ def test_no_figure_while_a_mechanism_is_red(
     from depthmix.analysis.invariants import Check
 
     def red(name: str, *_: Any, **__: Any) -> list[Check]:
-        return [Check("h is the sum of M v, every row", 1.0 if name == "mhc" else 0.0, 1e-12)]
+        return [Check("h equals the sum of M v in every row", 1.0 if name == "mhc" else 0.0, 1e-12)]
 
     monkeypatch.setattr(bench, "verify", red)
     assert main(["bench", "--quick", "--mixers", "mhc"]) == 2
     captured = capsys.readouterr()
-    assert "mhc is not right yet" in captured.err
+    assert "mhc fails checks, so it is not measured: h is the sum of M v, every row" in captured.err
+    assert "`depthmix verify mhc`" in captured.err
     assert captured.out == ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ def test_list_names_every_mechanism(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for name in dm.list_mechanisms():
         assert name in out
-    assert "FLOPs    of the forward pass per token and sublayer, over D" in out
+    assert "FLOPs    forward pass, per token and sublayer, divided by D" in out
     assert all(len(line) <= 80 for line in out.splitlines()), "fits a plain terminal"
 
 
@@ -68,6 +69,22 @@ def test_list_takes_the_last_of_two_values(capsys: pytest.CaptureFixture[str]) -
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["mhc"]["rank"] == 3
     assert rows["hyper_connections"]["rank"] == 4, "nobody set it"
+
+
+@pytest.mark.parametrize("words", [("list",), ("show", "--preset", "all"), ("show", "--preset", "attnres-194m"),
+                                   ("show", "attnres"), ("show", "mhc"), ("show", "depth_attention"),
+                                   ("verify", "highway", "--checks"), ("verify", "scaled_residual")])  # fmt: skip
+def test_nothing_breaks_inside_a_word_at_80_columns(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+    for columns in ("300", "80"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert main(list(words)) == 0
+        texts.append(capsys.readouterr().out)
+    wide, narrow = ({w for w in re.findall(r"[^\s│┃]+", text) if re.search(r"\w", w)} for text in texts)
+    assert narrow - wide == set(), "a word is broken"
+    assert max(map(len, texts[1].splitlines())) <= 80
 
 
 @pytest.mark.parametrize("name", [*dm.list_mechanisms(), *dm.list_mechanisms(kind="kv")])
@@ -159,13 +176,40 @@ def test_wrong_input_ends_with_its_message(
     assert "Traceback" not in captured.err
 
 
-def test_help_tells_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    out = capsys.readouterr().out
-    for verb in ("list", "show", "verify"):
-        assert verb in out
+WITHOUT = "import sys; sys.modules['matplotlib'] = None; from depthmix.cli import main; sys.exit(main(sys.argv[1:]))"
+TINY = ["data.rows=2", "data.tokens_per_row=16", "run.validate_batches=1"]
+
+
+@pytest.mark.parametrize("verb", ["compare", "scaling"])
+def test_without_matplotlib_a_study_runs_and_leaves_its_figures_out(verb: str, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for k in range(20):
+        (tmp_path / "text" / f"{k}.txt").write_text(f"the file of number {k} says the same as the others. " * 20)
+    sizes = {"compare": ["--depth", "2", "--dim", "16", "--seeds", "1"], "scaling": ["--sizes", "2x8", "2x16"]}[verb]
+    given = [verb, "--mixers", "residual", *sizes, "--tokens", "160", "--data", "text", "--folder", "study"]
+    for setting in TINY:
+        given += ["--set", setting]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", WITHOUT, *given]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    hints = [line for line in done.stderr.splitlines() if "depthmix[" in line]
+    assert hints == [
+        "matplotlib is not installed, so figures are left out; add them with: pip install 'depthmix[figures]'"
+    ]
+    page = tmp_path / "study" / ("comparison.md" if verb == "compare" else "scaling.md")
+    assert "residual" in page.read_text()
+    assert "![" not in page.read_text()
+    assert not [*tmp_path.rglob("*.png")]
+
+
+def test_figures_that_were_asked_for_are_an_error_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for module in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, module, None)
+    assert main(["bench", "--quick", "--figures", str(tmp_path / "figures")]) == 2
+    assert "pip install 'depthmix[figures]'" in capsys.readouterr().err
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,5 +217,5 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
     for module in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ModuleNotFoundError, match=r"depthmix\[report\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"depthmix\[figures\]"):
         figures.new_figure()

@@ -70,7 +70,7 @@ def test_a_column_of_a_study_that_looks_like_markup_is_printed_as_it_is(capsys: 
         (("rows", 0, "samples"), [["x"]], ["rows[0].samples='x'", "finite number"]),
         (("rows", 0), 3, ["rows[0] is 3", "expected an object"]),
         (("notes",), "text", ["report.notes='text'", "expected a list"]),
-        (("machine",), 1, ["report.machine=1", "expected a text"]),
+        (("machine",), 1, ["report.machine=1", "expected a string"]),
     ],
 )
 def test_a_report_with_a_wrong_value_names_it(
@@ -96,7 +96,7 @@ def test_a_report_that_is_something_else_is_refused(
     values: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert print_report(values, tmp_path) == 2
-    assert "no result of this version of the benchmark" in capsys.readouterr().err
+    assert "is not a result of this version of the benchmark" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--tokenizer", "--data"])
@@ -106,7 +106,7 @@ def test_the_home_of_an_unknown_user_is_told(
     monkeypatch.chdir(tmp_path)
     assert main(["train", option, "~nobody_here/x", "--depth", "2", "--dim", "16", "--steps", "1"]) == 2
     err = capsys.readouterr().err
-    assert "'~nobody_here/x': this machine has no user 'nobody_here'. Write the path in full" in err
+    assert "'~nobody_here/x': this machine has no user 'nobody_here'. Write the full path, or put ./ in front" in err
 
 
 @pytest.mark.parametrize("device", ["meta", "meta:1", "nowhere", "", "cpu:7"])
@@ -264,7 +264,7 @@ def test_a_folder_that_no_file_can_name_is_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--depth", "2", "--dim", "16", "--folder", "\udcff"]) == 2
-    assert "folder='\\udcff'; expected a text in UTF-8" in capsys.readouterr().err
+    assert "folder='\\udcff'; expected a string that is valid UTF-8" in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from depthmix.cli import main
 from depthmix.training import BadLoss, TrainConfig, load_run, loop, override, read_config, score, train
+from depthmix.training.estimate import estimate_seconds
 from tests.runs import lines, tiny_run, weights
 
 
@@ -21,6 +23,86 @@ def printed(capsys: pytest.CaptureFixture[str], *given: object) -> TrainConfig:
     """What `--print-config` resolves."""
     assert main(["train", "--print-config", *map(str, given)]) == 0
     return TrainConfig.from_toml(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "key"),
+    [
+        ("--lr", "0.002", "optimizer.lr"),
+        ("--batch", "3", "data.rows"),
+        ("--context", "40", "data.tokens_per_row"),
+        ("--device", "meta", "run.device"),
+        ("--precision", "bfloat16", "run.precision"),
+        ("--steps", "7", "run.steps"),
+        ("--seed", "5", "run.seed"),
+        ("--data", "some/folder", "data.source"),
+        ("--tokenizer", "bpe:300", "data.tokenizer"),
+    ],
+)
+def test_a_dial_is_the_same_as_its_key(flag: str, value: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    by_flag = printed(capsys, "--depth", "4", flag, value)
+    assert by_flag == printed(capsys, "--depth", "4", "--set", f"{key}={value}")
+    assert by_flag != printed(capsys, "--depth", "4")
+    assert main(["train", flag, value, "--set", f"{key}={value}"]) == 2
+    message = capsys.readouterr().err
+    assert f"{flag} {value} beside --set {key}=…; expected one of them: they set the same field" in message
+
+
+def test_compile_is_a_switch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "--compile").run.compile is True
+    assert printed(capsys).run.compile is False
+
+
+def test_training_says_before_it_starts_how_much_and_how_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(tiny_run(tmp_path / "run", run__steps=4).to_toml())
+    assert main(["train", "--config", str(file)]) == 0
+    shown = capsys.readouterr().err.splitlines()
+    start = next(k for k, line in enumerate(shown) if line.startswith("model: "))
+    model, training, duration, first = shown[start : start + 4]
+    assert re.fullmatch(r"model: [\d,]+ parameters; 2 blocks of 2 sublayers", model)
+    config = read_config(tmp_path / "run")
+    found = re.fullmatch(r"training: ([\d,]+) tokens in 4 steps of ([\d,]+), (\S+) epochs of ([\d,]+) tokens", training)
+    assert found is not None, training
+    tokens, per_step, corpus = (int(found[k].replace(",", "")) for k in (1, 2, 4))
+    assert (tokens, per_step) == (4 * config.tokens_per_step, config.tokens_per_step)
+    assert float(found[3]) == pytest.approx(tokens / corpus, rel=1e-2)
+    assert re.fullmatch(r"roughly \d+ s by the speed of matrix products here", duration)
+    assert "step 1/4, loss " in first
+
+
+def test_a_run_of_days_must_be_meant(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal it takes --yes; elsewhere there is a warning, and training starts."""
+    monkeypatch.setattr("depthmix.cli.train.estimate_seconds", lambda config: lambda steps: steps * 86_400.0)
+    file = tmp_path / "c.toml"
+    file.write_text(tiny_run(tmp_path / "run", run__steps=2).to_toml())
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert main(["train", "--config", str(file)]) == 2
+    message = capsys.readouterr().err
+    assert (
+        "this run will take roughly 2 days 0 h on this machine. Add --yes to start it, or choose a smaller" in message
+    )
+    assert not (tmp_path / "run").exists(), "nothing was started"
+    assert main(["train", "--config", str(file), "--set", "run.steps=1"]) == 0, "a day is not more than a day"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    assert main(["train", "--config", str(file), "--folder", str(tmp_path / "other")]) == 0
+    assert "this run will take roughly 2 days 0 h on this machine; a smaller budget" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    assert main(["train", "--folder", str(tmp_path / "other")]) == 0, "nothing is left of a complete run"
+    assert main(["train", "--config", str(file), "--folder", str(tmp_path / "third"), "--yes"]) == 0
+
+
+def test_an_estimate_is_of_the_size_of_the_truth(tmp_path: Path) -> None:
+    """Within a factor of ten on any machine and under any load; the text says "roughly"."""
+    config = tiny_run(tmp_path / "run", "residual", depth=4, model__dim=64, run__steps=6)
+    seconds = estimate_seconds(config)
+    assert seconds(6) == pytest.approx(3 * seconds(2))
+    result = train(config)
+    assert result.seconds / 20 < seconds(6) < result.seconds * 10
 
 
 def test_to_begin_anew_trains_the_model_that_the_folder_holds(
@@ -71,7 +153,7 @@ def test_folders_of_others_are_not_touched(
         (run / name / "mine").write_text("precious")
     (run / "config.toml").write_text("[project]\nname = 'theirs'\n")
     assert main(["train", "--config", str(tmp_path / "asked.toml"), "--folder", str(run), *more]) == 2
-    assert "unknown parts project" in capsys.readouterr().err
+    assert "unknown sections project" in capsys.readouterr().err
     assert all((run / name / "mine").is_file() for name in ("checkpoints", "final", "tensorboard"))
     assert "theirs" in (run / "config.toml").read_text()
 
@@ -89,12 +171,12 @@ def test_a_configuration_that_was_written_by_hand_into_the_folder_stays(tmp_path
 def test_a_run_inside_its_own_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_run(tmp_path / "run")
     inside = override(config, "run.folder", str(tmp_path / "text" / "runs" / "run"))
-    with pytest.raises(ValueError, match=r"lies inside data\.source=.*Choose a folder outside"):
+    with pytest.raises(ValueError, match=r"is inside data\.source=.*Choose a folder outside"):
         train(inside)
     assert not (tmp_path / "text" / "runs").exists()
     study = ["--folder", str(tmp_path / "text" / "study"), "--data", str(tmp_path / "text")]
     assert main(["compare", "--depth", "2", "--tokens", "1000", *study]) == 2
-    assert "lies inside data.source=" in capsys.readouterr().err
+    assert "is inside data.source=" in capsys.readouterr().err
 
 
 def test_weights_that_a_last_step_broke_are_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def test_binary_files_are_left_out_and_named(texts: Path, tmp_path: Path, capsys
     (texts / "picture.png").write_bytes(b"\x89PNG\0\0" * 100)
     (texts / ".hidden").write_text("not me")
     found = prepare(str(texts), folder=tmp_path / "out")
-    assert "left out 1 files that are no text: picture.png" in capsys.readouterr().err
+    assert "skipped 1 files that are not text: picture.png" in capsys.readouterr().err
     assert found.manifest["documents"]["count"] == 40
     with pytest.raises(ValueError, match=r"picture\.png.*Expected text"):
         prepare(str(texts / "picture.png"), folder=tmp_path / "other")
@@ -155,13 +155,13 @@ def test_rows_of_jsonl_are_documents_by_any_field(tmp_path: Path) -> None:
     found = prepare(str(file), folder=tmp_path / "out", field="body", validation=0.4)
     sides = [[d.decode() for d in documents(found, side)] for side in ("train", "validation")]
     assert sorted(sides[0] + sides[1]) == sorted(rows)
-    assert not set(sides[0]) & set(sides[1]), "equal rows are on one side"
+    assert not set(sides[0]) & set(sides[1]), "equal rows are in one split"
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"rows\.jsonl, line 2: no JSON"),
+        ("{", r"rows\.jsonl, line 2: not valid JSON"),
         ('{"body": "x"}', r"line 2 has no field 'text'; its fields are body"),
         ("[1]", r"line 2 has no field 'text'; its fields are none: it is a list"),
         ('{"text": 3}', r"line 2: field 'text' is a int; expected text"),
@@ -199,9 +199,9 @@ def test_parquet_gives_what_jsonl_gives(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "source", "tokenizer", "message"),
     [
-        ("pyarrow", "rows.parquet", "bytes", r"pip install 'depthmix\[eval\]'"),
-        ("datasets", "hf:some/name", "bytes", "pip install datasets"),
-        ("tokenizers", "rows.txt", "bpe:300", r"pip install 'depthmix\[train\]'"),
+        ("pyarrow", "rows.parquet", "bytes", r"pip install 'depthmix\[parquet\]'"),
+        ("datasets", "hf:some/name", "bytes", r"pip install 'depthmix\[datasets\]'"),
+        ("tokenizers", "rows.txt", "bpe:300", r"pip install 'depthmix\[bpe\]'"),
     ],
 )
 def test_a_missing_package_is_named_with_its_extra(
@@ -236,9 +236,9 @@ def test_a_dataset_that_cannot_be_reached_says_what_to_do(monkeypatch: pytest.Mo
 
 
 def test_an_unknown_source_or_tokenizer_is_named(texts: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no 'nowhere'; expected stdlib"):
+    with pytest.raises(FileNotFoundError, match="'nowhere' does not exist; expected stdlib"):
         prepare("nowhere", folder=tmp_path / "out")
-    with pytest.raises(FileNotFoundError, match="no tokenizer 'words'; expected bytes"):
+    with pytest.raises(FileNotFoundError, match="unknown tokenizer 'words'; expected bytes"):
         prepare(str(texts), tokenizer="words", folder=tmp_path / "out")
     with pytest.raises(ValueError, match="at least 257"):
         prepare(str(texts), tokenizer="bpe:100", folder=tmp_path / "out")
@@ -291,7 +291,7 @@ def test_a_ready_tokenizer_gives_the_same_tokens_from_any_path(texts: Path, tmp_
     with pytest.raises(ValueError, match=r"tokenizer\.json is truncated"):
         Corpus.load(tmp_path / "b")
     (tmp_path / "mine.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"mine\.json|tokenizer\.json is damaged or no tokenizer"):
+    with pytest.raises(ValueError, match=r"mine\.json|tokenizer\.json is damaged or not a tokenizer"):
         prepare(str(texts), tokenizer=str(tmp_path / "mine.json"), folder=tmp_path / "c")
 
 
@@ -321,7 +321,7 @@ def test_a_source_that_changed_is_an_error_and_one_that_is_gone_is_not(texts: Pa
     first = prepare(str(texts), folder=tmp_path / "out")
     file = texts / "part0" / "0.txt"
     file.write_text("other")
-    with pytest.raises(ValueError, match="content was not that of"):
+    with pytest.raises(ValueError, match="content differs from"):
         prepare(str(texts), folder=tmp_path / "out")
     shutil.rmtree(texts)
     assert prepare(str(texts), folder=tmp_path / "out").digest == first.digest
@@ -350,12 +350,12 @@ def test_a_damaged_shard_is_named(texts: Path, tmp_path: Path, name: str, verify
         Corpus.load(tmp_path / "out", verify=False)
     shard.write_bytes(bytes([data[0] ^ 1]) + data[1:])
     os.utime(shard, ns=(1, 1))
-    with pytest.raises(ValueError, match=f"{name} is altered or damaged.*prepare it again"):
+    with pytest.raises(ValueError, match=f"{name} is modified or damaged.*prepare it again"):
         Corpus.load(tmp_path / "out", verify=verify)
-    with pytest.raises(ValueError, match=f"{name} is altered"):
+    with pytest.raises(ValueError, match=f"{name} is modified"):
         prepare(str(texts), folder=tmp_path / "out")
     shard.unlink()
-    with pytest.raises(FileNotFoundError, match=f"{name}, which manifest.json names"):
+    with pytest.raises(FileNotFoundError, match=f"{name}, listed in manifest.json, does not exist"):
         Corpus.load(tmp_path / "out")
 
 
@@ -377,8 +377,8 @@ def test_hashes_are_read_once_a_process_unless_asked(
     ("old", "new", "message"),
     [
         ('"format": 1', '"format": 99', r"manifest\.json has format 99, written by depthmix .* reads format 1"),
-        ('"tokens": ', '"tokens": 1', r"manifest\.json was altered"),
-        ('"seed": 0', '"seed": 1', r"manifest\.json was altered"),
+        ('"tokens": ', '"tokens": 1', r"manifest\.json was modified"),
+        ('"seed": 0', '"seed": 1', r"manifest\.json was modified"),
         ("{", "", r"manifest\.json is damaged"),
     ],
 )
@@ -391,7 +391,9 @@ def test_a_manifest_that_is_altered_or_of_another_version_is_named(
     with pytest.raises(ValueError, match=message):
         Corpus.load(tmp_path / "out")
     path.unlink()
-    with pytest.raises(FileNotFoundError, match=r"no .*manifest\.json; expected a folder that depthmix prepared"):
+    with pytest.raises(
+        FileNotFoundError, match=r"manifest\.json does not exist; expected a folder that depthmix prepared"
+    ):
         Corpus.load(tmp_path / "out")
 
 
@@ -466,7 +468,7 @@ def test_a_lock_is_waited_for_or_refused_and_ends_with_its_block(
         assert not entered.wait(0.3)
     waiting.join()
     assert entered.is_set()
-    assert capsys.readouterr().err == f"waiting for another process at {path}\n"
+    assert capsys.readouterr().err == f"waiting for another process to release {path}\n"
     with lock(path, "it is taken"):
         pass
 
@@ -499,7 +501,7 @@ def test_a_source_that_changes_while_it_is_read_is_an_error(
 
     monkeypatch.setattr(ByteTokenizer, "encode_batch", disturbed)
     monkeypatch.setattr(shards, "GROUP_BYTES", 100)
-    with pytest.raises(ValueError, match="changed while it was read"):
+    with pytest.raises(ValueError, match="changed while it was being read"):
         prepare(str(texts), folder=tmp_path / "out")
 
 
@@ -549,7 +551,7 @@ def test_every_window_comes_once_an_epoch(length: int, rows: int, size: int, see
     tokens = np.arange(size, dtype=np.uint16)
     count = max(size - 1, 0) // length
     if count < rows:
-        with pytest.raises(ValueError, match=f"are {count} rows of {length}; expected at least one batch of {rows}"):
+        with pytest.raises(ValueError, match=f"give {count} rows of {length}; expected at least {rows}, one batch"):
             Batches(tokens, tokens_per_row=length, rows=rows, seed=seed)
         return
     batches = Batches(tokens, tokens_per_row=length, rows=rows, seed=seed)
@@ -608,9 +610,9 @@ def test_a_restored_place_continues_exactly(steps: int, ranks: int) -> None:
 
 def test_a_place_in_other_data_is_refused() -> None:
     saved = Batches(np.arange(500), tokens_per_row=7, rows=6, seed=3).state()
-    with pytest.raises(ValueError, match="saved position is in data with windows=71, here it is 57"):
+    with pytest.raises(ValueError, match="saved position is for data with windows=71, but here it is 57"):
         Batches(np.arange(400), tokens_per_row=7, rows=6, seed=3).restore(saved)
-    with pytest.raises(ValueError, match="rows=6, rank=0, ranks=4; expected rows that the ranks share evenly"):
+    with pytest.raises(ValueError, match="rows=6, rank=0, ranks=4; expected rows divisible by ranks"):
         Batches(np.arange(400), tokens_per_row=7, rows=6, seed=3, ranks=4)
 
 
@@ -622,7 +624,7 @@ def test_validation_batches_are_always_the_same_and_cover_all() -> None:
     some = list(validation_batches(tokens, 10, 4, 2))
     assert len(some) == 2
     assert all(torch.equal(a, b) for a, b in zip(some, every, strict=False))
-    with pytest.raises(ValueError, match=r"10 validation tokens are less than one row of 10 \+ 1"):
+    with pytest.raises(ValueError, match=r"10 validation tokens are fewer than one row of 10 \+ 1"):
         validation_batches(np.arange(10), 10, 4, 2)
 
 

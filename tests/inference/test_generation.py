@@ -293,11 +293,11 @@ def test_nothing_of_the_depth_state_outlives_a_step(mixer: Any, kind: str, monke
     [
         ({"prompts": []}, "no prompts"),
         ({"prompts": [[1], []]}, "prompt 1 is empty"),
-        ({"prompts": [[1, VOCABULARY]]}, f"prompt 0 holds {VOCABULARY}; expected ids from 0 to {VOCABULARY - 1}"),
-        ({"prompts": [[1], [-1]]}, "prompt 1 holds -1"),
-        ({"prompts": [[1.5]]}, r"prompt 0 holds 1\.5"),
+        ({"prompts": [[1, VOCABULARY]]}, f"prompt 0 contains {VOCABULARY}; expected ids from 0 to {VOCABULARY - 1}"),
+        ({"prompts": [[1], [-1]]}, "prompt 1 contains -1"),
+        ({"prompts": [[1.5]]}, r"prompt 0 contains 1\.5"),
         ({"prompts": torch.zeros(2, 0, dtype=torch.int64)}, "prompt 0 is empty"),
-        ({"prompts": torch.zeros(2, 3)}, r"float32 \[2, 3\]; expected whole numbers"),
+        ({"prompts": torch.zeros(2, 3)}, r"float32 \[2, 3\]; expected integers"),
         ({"prompts": [1, 2]}, "a list of prompts"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"temperature": -0.5}, r"temperature=-0\.5"),
@@ -306,7 +306,7 @@ def test_nothing_of_the_depth_state_outlives_a_step(mixer: Any, kind: str, monke
         ({"top_p": 0.0}, r"top_p=0\.0"),
         ({"top_p": 1.5}, r"top_p=1\.5"),
         ({"chunk": 0}, "chunk=0"),
-        ({"stop": [VOCABULARY]}, f"stop holds {VOCABULARY}"),
+        ({"stop": [VOCABULARY]}, f"stop contains {VOCABULARY}"),
         ({"stop": 3}, "stop=3; expected a collection"),
         ({"seed": [1, 2]}, "2 seeds for 1 prompts"),
         ({"cache": "huge"}, "cache='huge'; expected 'dynamic'"),
@@ -321,9 +321,9 @@ def test_wrong_arguments_are_told_before_anything_runs(model: Decoder, changes: 
 
 def test_a_prompt_longer_than_the_cache_is_refused_and_the_cache_stays(model: Decoder) -> None:
     cache = PreallocatedCache(model.config, 1, 4, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"5 to come .* at most 4, the capacity"):
+    with pytest.raises(ValueError, match=r"5 more needed .* at most 4 in total, the capacity"):
         generate(model, [[1, 2, 3, 4, 5]], max_new_tokens=1, cache=cache)
-    with pytest.raises(ValueError, match="at most 4, the capacity"):
+    with pytest.raises(ValueError, match="at most 4 in total, the capacity"):
         generate(model, [[1, 2, 3]], max_new_tokens=3, cache=cache)
     assert cache.length == 0
     assert len(generate(model, [[1, 2, 3]], max_new_tokens=2, cache=cache)[0]) == 2
@@ -336,9 +336,9 @@ def test_a_prompt_longer_than_the_cache_is_refused_and_the_cache_stays(model: De
 def test_a_cache_of_another_batch_size_is_refused(model: Decoder, kind: str) -> None:
     cache: Any = DynamicCache() if kind == "dynamic" else PreallocatedCache(model.config, 2, 8, dtype=torch.float64)
     generate(model, [[1], [2]], max_new_tokens=1, cache=cache)
-    with pytest.raises(ValueError, match="a batch of 3 and a cache for 2"):
+    with pytest.raises(ValueError, match="batch size 3, but the cache is for 2"):
         generate(model, PROMPTS, max_new_tokens=1, cache=cache)
-    with pytest.raises(ValueError, match="a batch of 1 and a cache for 2"):
+    with pytest.raises(ValueError, match="batch size 1, but the cache is for 2"):
         model(torch.tensor([[1]]), cache=cache)
 
 
@@ -364,7 +364,7 @@ def test_a_cache_whose_forward_pass_ended_halfway_is_refused_until_it_is_reset(m
     model(torch.tensor([[1, 2]]), cache=cache)
     shorter = tiny(layers=2)
     shorter(torch.tensor([[1]]), cache=cache)
-    with pytest.raises(ValueError, match=r"\[3, 3, 2\] columns in its layers; expected 3"):
+    with pytest.raises(ValueError, match=r"layers of the cache hold \[3, 3, 2\] columns; expected 3"):
         shorter(torch.tensor([[1]]), cache=cache)
     cache.reset()
     shorter(torch.tensor([[1]]), cache=cache)
@@ -405,7 +405,9 @@ def test_streamed_text_is_the_whole_text_without_half_characters(ids: list[int])
 
 def test_without_a_tokenizer_small_vocabularies_are_bytes_and_large_ones_an_error(tmp_path: Any) -> None:
     assert isinstance(load_tokenizer(tmp_path, 256), ByteTokenizer)
-    with pytest.raises(FileNotFoundError, match=r"tokenizer.json; a vocabulary of 257 ids is more than bytes"):
+    with pytest.raises(
+        FileNotFoundError, match=r"tokenizer.json does not exist, and a vocabulary of 257 ids is too large for bytes"
+    ):
         load_tokenizer(tmp_path, 257)
 
 
@@ -414,12 +416,12 @@ def test_without_the_tokenizers_package_the_extra_is_named(tmp_path: Any, monkey
 
     (tmp_path / "tokenizer.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ModuleNotFoundError, match=r"depthmix\[train\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"depthmix\[bpe\]"):
         load_tokenizer(tmp_path, 256)
 
 
 def test_a_tokenizer_file_is_read_and_its_damage_told(tmp_path: Any) -> None:
-    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'depthmix[train]'")
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'depthmix[bpe]'")
     words = {"a": 0, "b": 1, "[UNK]": 2}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -437,5 +439,5 @@ def test_a_tokenizer_file_is_read_and_its_damage_told(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="has 4 ids; expected at most 2"):
         load_tokenizer(tmp_path, 2)
     path.write_text("{")
-    with pytest.raises(ValueError, match="damaged or no tokenizer"):
+    with pytest.raises(ValueError, match="damaged or not a tokenizer"):
         load_tokenizer(tmp_path, 3)

@@ -16,7 +16,7 @@ from depthmix.mechanisms.block_attnres import BlockAttnRes, BlockAttnResConfig
 from depthmix.models.presets import PRESETS
 from tests.runs import tiny_run
 
-ODD = "an odd block size cannot be expressed in whole layers"
+ODD = "an odd block size is not a whole number of layers"
 
 
 def note(config: BlockAttnResConfig, depth: int) -> str:
@@ -74,7 +74,7 @@ def test_every_place_that_describes_a_stack_names_an_odd_size(capsys: pytest.Cap
     assert main(["show", "block_attnres", "--options", "num_blocks=8", "--depth", "24", "--json"]) == 0
     assert ODD in json.loads(capsys.readouterr().out)["note"]
     assert main(["show", "block_attnres", "--options", "num_blocks=8", "--depth", "24"]) == 0
-    assert "cannot be expressed" in capsys.readouterr().out
+    assert "is not a whole number" in capsys.readouterr().out
     assert main(["list", "--depth", "24"]) == 0
     assert "block_attnres: 6 blocks of 4 sublayers" in capsys.readouterr().out
 
@@ -83,4 +83,4 @@ def test_the_first_lines_of_training_say_how_blocks_fall(tmp_path: Path, capsys:
     file = tmp_path / "c.toml"
     file.write_text(tiny_run(tmp_path / "run", depth=6, run__steps=1, model__mixer__num_blocks=2).to_toml())
     assert main(["train", "--config", str(file)]) == 0
-    assert f"depth mixing: 2 blocks of 3 sublayers; {ODD}" in capsys.readouterr().err
+    assert f" parameters; 2 blocks of 3 sublayers; {ODD}" in capsys.readouterr().err

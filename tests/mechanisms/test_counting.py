@@ -118,7 +118,10 @@ def test_no_page_example_or_docstring_shows_an_unchecked_zip() -> None:
 
 @WRONG
 def test_the_error_names_both_numbers_and_what_to_do(count: int) -> None:
-    with pytest.raises(ValueError, match=rf"got {count} sublayers for 12 mixers; expected 12 sublayers.*depth="):
+    with pytest.raises(
+        ValueError,
+        match=rf"got {count} sublayers for 12 mixers; expected 12 sublayers.*depth is the number of sublayers",
+    ):
         make_stack("residual").pairs(make_sublayers(count))
     with pytest.raises(ValueError, match=rf"got {count} sublayers for 12 mixers"):
         make_stack("residual").bind(make_sublayers(count))
@@ -143,7 +146,7 @@ def test_pairs_are_the_mixers_with_their_sublayers_in_a_slice_too() -> None:
     assert [m.site.index for m, _ in part.pairs(sublayers[4:7])] == [4, 5, 6]
     with pytest.raises(ValueError, match=r"got 12 sublayers for 3 mixers; expected 3 sublayers of this slice, 4 to 6"):
         part.pairs(sublayers)
-    with pytest.raises(TypeError, match="sublayers is a generator; expected 12"):
+    with pytest.raises(TypeError, match="sublayers is a generator; expected a list of 12 sublayers"):
         stack.pairs(f for f in sublayers)  # type: ignore[arg-type]
 
 
@@ -228,7 +231,7 @@ def test_a_bound_stack_takes_lists_of_modules_and_nothing_else() -> None:
     bound = stack.bind([nn.Linear(DIM, DIM), nn.Identity(), nn.Tanh()])
     assert list(bound.state_dict())[-2:] == ["sublayers.0.weight", "sublayers.0.bias"]
     assert [*stack.bind(nn.Sequential(*bound.sublayers)).sublayers] == [*bound.sublayers]
-    with pytest.raises(TypeError, match=r"sublayer 1 is a builtin.*; expected an nn.Module.*takes any callable"):
+    with pytest.raises(TypeError, match=r"sublayer 1 is a builtin.*; expected an nn.Module.*accepts any callable"):
         stack.bind([nn.Identity(), torch.tanh, nn.Identity()])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"slice, sublayers 0 to 1 of 3; expected the whole stack.*pairs"):
         stack.slice(0, 2).bind(bound.sublayers[:2])

@@ -122,14 +122,20 @@ def test_facts_follow_from_the_function(options: dict[str, Any], claim: str, ran
         ({"score": f"{HERE}:nothing"}, r"cannot be imported \(AttributeError: .*nothing"),
         ({"score": f"{HERE}:number"}, r"is a int; expected a function"),
         ({"score": f"{HERE}:failing"}, r"failed on tensors \[2, 4\] and \[5, 2, 4\] \(RuntimeError: out of ideas\)"),
-        ({"score": f"{HERE}:pairs"}, r"made \[5, 2, 4\] of a query \[2, 4\] and a key \[5, 2, 4\]; expected \[5, 2\]"),
-        ({"score": f"{HERE}:says_yes"}, r"returned a bool .*; expected a floating tensor"),
-        ({"mixing": "linear", "kernel": f"{HERE}:summed"}, r"made \[\] of a tensor \[5, 2, 4\]; expected \[5, 2, r\]"),
-        ({"mixing": "linear", "kernel": f"{HERE}:raw"}, r"returned -[\d.]+; expected features above 0"),
+        (
+            {"score": f"{HERE}:pairs"},
+            r"returned shape \[5, 2, 4\] for a query \[2, 4\] and a key \[5, 2, 4\]; expected \[5, 2\]",
+        ),
+        ({"score": f"{HERE}:says_yes"}, r"returned a bool .*; expected a floating-point tensor"),
+        (
+            {"mixing": "linear", "kernel": f"{HERE}:summed"},
+            r"returned shape \[\] for a tensor of shape \[5, 2, 4\]; expected \[5, 2, r\]",
+        ),
+        ({"mixing": "linear", "kernel": f"{HERE}:raw"}, r"returned -[\d.]+; expected positive features"),
         ({"kernel": "torch:exp"}, r"kernel='torch:exp' with mixing='softmax'; expected mixing='linear'"),
         ({"mixing": "linear", "score": "torch:dot"}, r"score='torch:dot' with mixing='linear'; expected softmax or"),
         ({"query_from": "sum"}, r"query_from='sum' with query='static'; expected query='input'"),
-        ({"query": "input", "query_from": "sum", "window": 2}, r"query_from='sum' with window=2; the sum takes all 6"),
+        ({"query": "input", "query_from": "sum", "window": 2}, r"query_from='sum' with window=2; the sum needs all 6"),
         ({"query_init": -1.0}, r"query_init=-1\.0; expected at least 0"),
         ({"query_init": 0.1, "mixing": "static"}, r"query_init=0\.1 with mixing='static', which has no query"),
     ],
@@ -176,6 +182,6 @@ def test_no_module_is_imported_unless_a_function_is_asked_for(tmp_path: Path, mo
     with pytest.raises(ValueError, match="names the function own_marker:phi"):
         dm.load_model(tmp_path)
     assert "own_marker" not in sys.modules
-    with pytest.raises(ValueError, match="kernel is 'torch:exp' there and 'own_marker:phi' here"):
+    with pytest.raises(ValueError, match="kernel is 'torch:exp' in the state dict and 'own_marker:phi' here"):
         dm.load_model(tmp_path, functions=True)  # weights belong to the function that they were trained with
     assert sys.modules.pop("own_marker").phi

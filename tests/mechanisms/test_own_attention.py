@@ -110,8 +110,8 @@ def test_a_stack_of_value_mixers_is_copied_moved_and_compiled_like_any_module(na
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"depth": 3, "order": (0, 1)}, r"depth=3 and order=\(0, 1\); expected one of them"),
-        ({}, "depth=None and order=None; expected one of them"),
+        ({"depth": 3, "order": (0, 1)}, r"depth=3 and order=\(0, 1\); expected exactly one of them"),
+        ({}, "depth=None and order=None; expected exactly one of them"),
         ({"depth": 0}, "depth=0; expected 1 to"),
         ({"order": ()}, "depth=0; expected 1 to"),
         ({"order": 6}, "order=6; expected the layer of each execution"),

@@ -118,7 +118,7 @@ def test_verify_refuses_what_cannot_be_built_on_the_meta_device(
     assert main(["verify", "on_meta", "--json"]) == 1
     failed = [row["check"] for row in json.loads(capsys.readouterr().out)["checks"] if not row["holds"]]
     assert len(failed) == 1
-    assert failed[0].startswith("builds on the meta device, as `list`, `show` and `train` need: ")
+    assert failed[0].startswith("builds on the meta device, as `list`, `show` and `train` require: ")
     assert "meta tensors" in failed[0]
     assert [c.name for c in verify("good") if not c.holds] == []
 

@@ -287,9 +287,9 @@ def test_block_attnres_with_one_sublayer_per_block_is_full_attnres() -> None:
 def test_blocks_are_counted_as_they_fall(depth: int, asked: int, size: int, real: int) -> None:
     stack = dm.DepthStack("block_attnres", dim=4, depth=depth, num_blocks=asked)
     assert f"{real} blocks of {size} sublayers" in repr(stack)
-    assert (f"asked for {asked}" in repr(stack)) is (real != asked)
+    assert (f"num_blocks={asked} was requested" in repr(stack)) is (real != asked)
     assert stack.spec(depth).essential == real + 1
-    assert ("cannot be expressed in whole layers" in repr(stack)) is (size % 2 == 1)
+    assert ("is not a whole number of layers" in repr(stack)) is (size % 2 == 1)
     assert ("full AttnRes" in repr(stack)) is (size == 1)
 
 

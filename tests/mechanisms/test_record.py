@@ -23,7 +23,7 @@ from depthmix.models import io as model_io
 from tests.decoders import some_tokens, tiny
 
 KEY = "_extra_state"
-OTHER = r"num_blocks is 4 there and 3 here"
+OTHER = r"num_blocks is 4 in the state dict and 3 here"
 
 
 def blocks(count: int, depth: int = 12) -> dm.DepthStack:
@@ -79,7 +79,7 @@ def test_every_variant_of_a_mechanism_is_told_from_the_others_that_compute_somet
         shapes = {key: tensor.shape for key, tensor in stack.state_dict().items()}
         for other in stacks:
             if other.record() != stack.record() and {k: t.shape for k, t in other.state_dict().items()} == shapes:
-                with pytest.raises(ValueError, match="belongs to another function"):
+                with pytest.raises(ValueError, match="belongs to a different function"):
                     other.load_state_dict(stack.state_dict())
 
 
@@ -125,10 +125,10 @@ def test_a_record_without_a_later_option_means_what_was_computed_then(no_warning
     later = ("query_from", "kernel", "score")
     state = without(dm.DepthStack("attnres", dim=8, depth=4, query="input").state_dict(), *later)
     dm.DepthStack("attnres", dim=8, depth=4, query="input").load_state_dict(state)
-    with pytest.raises(ValueError, match="query_from is 'newest' there and 'read' here"):
+    with pytest.raises(ValueError, match="query_from is 'newest' in the state dict and 'read' here"):
         dm.DepthStack("attnres", dim=8, depth=4, query="input", query_from="read").load_state_dict(state)
     other = {**state, KEY: blocks(4, depth=4).state_dict()[KEY]}
-    with pytest.raises(ValueError, match=r"window is '\(no such option\)' there and None here"):
+    with pytest.raises(ValueError, match=r"window is '\(no such option\)' in the state dict and None here"):
         dm.DepthStack("attnres", dim=8, depth=4, query="input").load_state_dict(other)
 
 
@@ -137,13 +137,14 @@ def test_a_record_without_a_later_option_means_what_was_computed_then(no_warning
 
 def test_a_state_dict_of_other_blocks_is_refused_with_both_values() -> None:
     stack, before = blocks(3), copy.deepcopy(blocks(3).state_dict())
-    words = rf"block_sublayers is 3 there and 4 here, {OTHER}\. Build it with .* load_converted\(state_dict\)"
+    words = rf"block_sublayers is 3 in the state dict and 4 here, {OTHER}\. "
+    words += r"Build it with .* load_converted\(state_dict\)"
     with pytest.raises(ValueError, match=words):
         stack.load_state_dict(blocks(4).state_dict())
     assert all(torch.equal(tensor, before[name]) for name, tensor in stack.state_dict().items())
-    with pytest.raises(ValueError, match=r"mechanism is 'block_attnres' there and 'attnres' here"):
+    with pytest.raises(ValueError, match=r"mechanism is 'block_attnres' in the state dict and 'attnres' here"):
         dm.DepthStack("attnres", dim=8, depth=12).load_state_dict(blocks(4).state_dict())
-    with pytest.raises(ValueError, match=r"eps is 0\.001 there and 1e-06 here"):
+    with pytest.raises(ValueError, match=r"eps is 0\.001 in the state dict and 1e-06 here"):
         dm.DepthStack("attnres", dim=8, depth=4).load_state_dict(
             dm.DepthStack("attnres", dim=8, depth=4, eps=1e-3).state_dict()
         )
@@ -313,10 +314,10 @@ def test_what_cannot_be_converted_is_named_and_nothing_is_loaded() -> None:
             blocks(4, depth=10).state_dict(),
             r"missing: mixers\.10\.key_weight, .* \(4\)",
         ),
-        (dm.DepthStack("mhc", dim=8, depth=12).state_dict(), "unknown here: "),
+        (dm.DepthStack("mhc", dim=8, depth=12).state_dict(), "not in this module: "),
         (
             dm.DepthStack("block_attnres", dim=16, depth=12).state_dict(),
-            r"of another shape: .* \[16\], here \[8\]",
+            r"different shape: .* \[16\], here \[8\]",
         ),
     ]
     for state, words in cases:
@@ -333,9 +334,9 @@ def test_a_decoder_is_told_by_its_value_mixer_too() -> None:
         stride: tiny(mixer="attnres", kv_mixer=stride and {"name": "depth_attention", "stride": stride})
         for stride in (None, 1, 2)
     }
-    with pytest.raises(ValueError, match="stride is 1 there and 2 here"):
+    with pytest.raises(ValueError, match="stride is 1 in the state dict and 2 here"):
         made[2].load_state_dict(made[1].state_dict())
-    with pytest.raises(ValueError, match="kv_mixer is None there and 'depth_attention' here"):
+    with pytest.raises(ValueError, match="kv_mixer is None in the state dict and 'depth_attention' here"):
         made[2].load_state_dict(made[None].state_dict())
     made[2].load_converted(made[1].state_dict())
 
@@ -348,7 +349,7 @@ def test_files_of_a_model_need_no_warning_and_a_foreign_record_is_refused(tmp_pa
     about = json.loads((tmp_path / "config.json").read_text())
     about["model"]["mixer"]["num_blocks"] = 2
     (tmp_path / "config.json").write_text(json.dumps(about))
-    with pytest.raises(ValueError, match="num_blocks is 3 there and 2 here"):
+    with pytest.raises(ValueError, match="num_blocks is 3 in the state dict and 2 here"):
         model_io.load_model(tmp_path)
 
 
@@ -357,5 +358,5 @@ def test_a_state_dict_whose_tensors_were_all_cast_still_knows_its_options(dtype:
     saved = dm.DepthStack("block_attnres", dim=8, depth=12, num_blocks=4).state_dict()
     cast = {name: tensor.to(dtype) for name, tensor in saved.items()}
     dm.DepthStack("block_attnres", dim=8, depth=12, num_blocks=4).load_state_dict(cast)
-    with pytest.raises(ValueError, match="num_blocks is 4 there and 3 here"):
+    with pytest.raises(ValueError, match="num_blocks is 4 in the state dict and 3 here"):
         dm.DepthStack("block_attnres", dim=8, depth=12, num_blocks=3).load_state_dict(cast)

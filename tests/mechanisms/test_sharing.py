@@ -105,16 +105,16 @@ def test_parameters_of_two_repeats_serve_four(name: str, options: dict[str, Any]
 
 def test_a_block_size_that_follows_from_the_depth_is_not_kept_silently() -> None:
     two, ten = (dm.DepthStack("block_attnres", dim=8, depth=len(o), order=o) for o in (repeated(2), repeated(10)))
-    with pytest.raises(ValueError, match="block_sublayers is 2 there and 4 here"):
+    with pytest.raises(ValueError, match="block_sublayers is 2 in the state dict and 4 here"):
         ten.load_state_dict(two.state_dict())
 
 
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("denseformer", {}, r"denseformer: the mixers of sublayer 2 cannot be shared, they have weights \[2\] at exec"),
+        ("denseformer", {}, r"denseformer: the mixers of sublayer 2 cannot be shared: they have weights \[2\] at exec"),
         ("attnres", {"mixing": "static"}, r"logits \[3\] at execution 2 and logits \[5\] at execution 4"),
-        ("block_attnres", {"mixing": "static", "block_sublayers": 2}, "needs a mixer for each execution"),
+        ("block_attnres", {"mixing": "static", "block_sublayers": 2}, "need a mixer for each execution"),
     ],
 )
 def test_parameters_that_count_sources_are_refused_by_name(name: str, options: dict[str, Any], words: str) -> None:

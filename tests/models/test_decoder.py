@@ -92,8 +92,8 @@ def test_the_dial_gives_the_networks_of_the_benchmark() -> None:
         ({"mixer": {"name": "attnres", "blocks": 3}}, "attnres has no option 'blocks'"),
         ({"mixer": {"num_blocks": 3}}, "expected the name of a mechanism"),
         ({"kv_mixer": {"name": "depth_attention", "stride": 0}}, "stride=0; expected at least 1"),
-        ({"kv_mixer": {"name": "depth_attention", "stride": 1, "sources": [0]}}, "expected one of them"),
-        ({"kv_mixer": {"name": "depth_attention", "loop": "same_layer", "window": 1}}, "leave the others out"),
+        ({"kv_mixer": {"name": "depth_attention", "stride": 1, "sources": [0]}}, "expected only one of them"),
+        ({"kv_mixer": {"name": "depth_attention", "loop": "same_layer", "window": 1}}, "do not set the others"),
         ({"kv_mixer": "attnres"}, "'attnres' is a depth mechanism"),
         ({"loop": {"first": 1, "last": 1, "repeats": 2}}, "loop.last=1; expected at least 2"),
         ({"loop": {"first": 0, "last": 9, "repeats": 2}}, "loop.last=9; expected 1 to 4"),
@@ -110,10 +110,10 @@ def test_a_configuration_that_cannot_be_is_told(fields: dict[str, Any], message:
     ("tokens", "message"),
     [
         (torch.zeros(2, 3), "torch.float32"),
-        (torch.zeros(3, dtype=torch.int64), "expected whole numbers"),
+        (torch.zeros(3, dtype=torch.int64), "expected integers"),
         ([[1, 2]], "got list"),
-        (torch.tensor([[1, 61]]), "tokens hold 61; expected ids from 0 to 60"),
-        (torch.tensor([[-1, 2]]), "tokens hold -1"),
+        (torch.tensor([[1, 61]]), "tokens contain 61; expected ids from 0 to 60"),
+        (torch.tensor([[-1, 2]]), "tokens contain -1"),
     ],
 )
 def test_tokens_that_are_none_are_told(tokens: Any, message: str) -> None:
@@ -126,7 +126,7 @@ def test_documents_of_another_shape_or_beside_a_cache_are_told() -> None:
     with pytest.raises(ValueError, match="documents has shape"):
         model(tokens, documents=torch.zeros(2, 3))
     cache = PreallocatedCache(model.config, 2, 8, dtype=torch.float64)
-    with pytest.raises(ValueError, match="packed documents in training only"):
+    with pytest.raises(ValueError, match="use packed documents only without a cache"):
         model(tokens, documents=torch.zeros_like(tokens), cache=cache)
 
 

@@ -116,7 +116,7 @@ def test_a_saved_model_is_the_same(tmp_path: Path) -> None:
 
 def test_what_follows_from_the_number_of_executions_is_not_kept_silently() -> None:
     two = tiny(layers=4, kv_mixer="depth_attention", **loop(2))
-    with pytest.raises(ValueError, match="stride is 3 there and 5 here"):
+    with pytest.raises(ValueError, match="stride is 3 in the state dict and 5 here"):
         again(two, 4)
 
 

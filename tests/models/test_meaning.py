@@ -95,7 +95,7 @@ def test_a_model_of_0_1_0_computes_what_it_did(name: str, later: bool) -> None:
         torch.testing.assert_close(model(want["tokens"]), want["logits"], rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.filterwarnings("ignore:a state dict without the options")
+@pytest.mark.filterwarnings("ignore:loading a state dict that does not contain its options")
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_the_fixtures_can_tell_other_defaults(name: str) -> None:
@@ -181,7 +181,7 @@ def test_a_mechanism_that_0_1_0_did_not_have_needs_a_format(monkeypatch: pytest.
     from depthmix.mechanisms import legacy
 
     monkeypatch.setitem(legacy.DEPTH, "brand_new", "depthmix.mechanisms.residual:Residual")
-    with pytest.raises(ValueError, match=r"brand_new is not in depthmix 0\.1\.0.*Write `format = 2`"):
+    with pytest.raises(ValueError, match=r"brand_new does not exist in depthmix 0\.1\.0.*Write `format = 2`"):
         legacy.complete("brand_new", {}, dim=8, depth=4)
     assert legacy.complete("of_another_package", {"a": 1}, dim=8, depth=4) == {"a": 1}
 
@@ -211,7 +211,8 @@ def test_an_unfinished_run_is_read_from_its_checkpoint(runs: Path, recwarn: pyte
 def test_a_run_of_0_1_0_is_not_continued_with_the_blocks_of_today(runs: Path) -> None:
     with other_defaults():
         today = override(read_config("unfinished"), "model.mixer", "block_attnres")
-        with pytest.raises(ValueError, match=r"another configuration:\s+model\.mixer\.block_sublayers: 3 there, 2 now"):
+        words = r"another configuration:\s+model\.mixer\.block_sublayers: was 3, is now 2"
+        with pytest.raises(ValueError, match=words):
             train(today)
 
 
@@ -294,7 +295,7 @@ def test_the_digest_is_of_the_options_that_count_however_they_were_given(tmp_pat
     assert same.digest == config.digest
     assert difference(config, same) == []
     assert other.digest != config.digest
-    assert difference(config, other) == ["model.mixer.block_sublayers: 5 there, 7 now"]
+    assert difference(config, other) == ["model.mixer.block_sublayers: was 5, is now 7"]
 
 
 @pytest.mark.parametrize(
@@ -329,7 +330,7 @@ def test_both_of_two_options_that_exclude_each_other_are_refused(tmp_path: Path)
     both = ["--set", "mixer.num_blocks=4", "--set", "mixer.block_sublayers=2"]
     assert main(["train", "--mixer", "block_attnres", "--print-config", *both]) == 2
     config = DecoderConfig(vocab_size=13, dim=8, heads=1, hidden=8, layers=10)
-    with pytest.raises(ValueError, match="expected one of them"):
+    with pytest.raises(ValueError, match="expected only one of them"):
         dataclasses.replace(config, mixer={"name": "block_attnres", "num_blocks": 4, "block_sublayers": 2})
 
 

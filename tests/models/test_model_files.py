@@ -200,23 +200,23 @@ DAMAGES: list[tuple[Any, type[Exception], str]] = [
     (lambda f: (f / "config.json").unlink(), FileNotFoundError, r"no config\.json in"),
     (lambda f: (f / "model.safetensors").unlink(), FileNotFoundError, r"no model\.safetensors in"),
     (truncate, ValueError, r"has 1000 bytes; config\.json expects \d+\. It is truncated"),
-    (flip_a_bit, ValueError, "damaged or of another save: its SHA-256"),
-    (another_save, ValueError, "of another save"),
-    (no_safetensors, ValueError, "damaged or no safetensors file"),
-    (lambda f: (f / "config.json").write_text('{"format": 1,'), ValueError, "is damaged: no JSON"),
-    (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), ValueError, "is damaged: no UTF-8 text"),
+    (flip_a_bit, ValueError, "damaged or from another save: its SHA-256"),
+    (another_save, ValueError, "from another save"),
+    (no_safetensors, ValueError, "damaged or not a safetensors file"),
+    (lambda f: (f / "config.json").write_text('{"format": 1,'), ValueError, "is damaged: it is not valid JSON"),
+    (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), ValueError, "is damaged: it is not valid UTF-8"),
     (lambda f: (f / "config.json").write_text("[1]"), ValueError, "no field 'format'"),
     (lambda f: edit(f, format=3, depthmix="9.0"), ValueError, "format 3, written by depthmix 9.0; this version reads"),
-    (lambda f: edit(f, weights={}), ValueError, "lacks the field 'weights'"),
-    (lambda f: edit(f, model=None), ValueError, "lacks the field 'model'"),
+    (lambda f: edit(f, weights={}), ValueError, "is damaged: the field 'weights' is missing or incomplete"),
+    (lambda f: edit(f, model=None), ValueError, "is damaged: the field 'model' is missing or incomplete"),
     (
         lambda f: edit_model(f, mixer={"name": "atnres"}),
         ValueError,
         "unknown mechanism 'atnres'. Did you mean",
     ),
-    (lambda f: edit_model(f, mixer={"name": "attnres", "size": 3}), ValueError, "describes no decoder.*size"),
+    (lambda f: edit_model(f, mixer={"name": "attnres", "size": 3}), ValueError, "is not a valid configuration.*size"),
     (lambda f: edit_model(f, colour=3), ValueError, "unknown fields colour"),
-    (lambda f: edit_model(f, moe={"wings": 2}), ValueError, "describes no decoder.*wings"),
+    (lambda f: edit_model(f, moe={"wings": 2}), ValueError, "is not a valid configuration.*wings"),
     (lambda f: edit_model(f, dim="wide"), ValueError, "dim='wide'"),
     (lambda f: edit_model(f, hidden=41), ValueError, r"gate_proj.weight has shape \[40, 32\], expected \[41, 32\]"),
     (lambda f: edit_model(f, layers=2), ValueError, r"extra: sublayers\.4\.\S+.*Nothing was loaded"),
@@ -236,7 +236,7 @@ def test_every_damage_has_its_error(damage: Any, kind: type[Exception], words: s
 
 
 def test_a_missing_directory_is_told(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no directory"):
+    with pytest.raises(FileNotFoundError, match="does not exist or is no folder"):
         load_model(tmp_path / "nowhere")
 
 
@@ -342,4 +342,4 @@ def test_wrong_input_ends_with_its_message(
 
 def test_a_missing_model_ends_with_its_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path / "nowhere"), "-p", "x"]) == 2
-    assert "no directory" in capsys.readouterr().err
+    assert "does not exist or is no folder" in capsys.readouterr().err

@@ -321,7 +321,7 @@ def test_second_derivatives_are_refused_where_the_kernel_would_lose_them(calls: 
 
 def test_what_serves_is_described_for_each_device_and_dtype(calls: Any) -> None:
     assert dispatch.describe("cuda:1").startswith("fused (fla-core")
-    assert "each read on its own" in dispatch.describe("cuda", torch.bfloat16)
+    assert "each read separately" in dispatch.describe("cuda", torch.bfloat16)
     assert dispatch.describe("cuda", torch.float64).startswith("torch (fla-core's kernel computes in float32")
     assert dispatch.describe("cpu", torch.bfloat16).startswith("torch (")
     assert dispatch.describe("mps") == "torch (there is no kernel for mps)"

@@ -48,13 +48,13 @@ def test_the_grouped_product_is_a_sound_operator() -> None:
     [
         (lambda x, w, e: (x[:, :2], w, e), r"x has shape \[8, 2\]"),
         (lambda x, w, e: (x, w, e[:2]), r"ends is torch.int64 of shape \[2\]"),
-        (lambda x, w, e: (x, w, e - 1), "expected numbers that grow from 0 to 8"),
-        (lambda x, w, e: (x, w, e.flip(0)), "expected numbers that grow from 0 to 8"),
+        (lambda x, w, e: (x, w, e - 1), "expected non-decreasing numbers from 0 to 8"),
+        (lambda x, w, e: (x, w, e.flip(0)), "expected non-decreasing numbers from 0 to 8"),
         (lambda x, w, e: (x, w, e[[1, 0, 2, 3, 4, 5]]), r"ends=\[3, 0, 3, 7, 8, 8\]"),
         (lambda x, w, e: (x, w, e[[0, 3, 2, 1, 4, 5]]), r"ends=\[0, 7, 3, 3, 8, 8\]"),
         (lambda x, w, e: (x, w, e.new_tensor([-2, 3, 3, 7, 8, 8])), r"ends=\[-2, 3, 3, 7, 8, 8\]"),
         (lambda x, w, e: (x, w, e.new_tensor([0, 3, 3, 9, 8, 8])), r"ends=\[0, 3, 3, 9, 8, 8\]"),
-        (lambda x, w, e: (x.float(), w, e), "expected one dtype"),
+        (lambda x, w, e: (x.float(), w, e), "expected the same dtype"),
     ],
 )
 def test_a_wrong_group_is_refused(change: Any, words: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from depthmix.cli.compare import print_comparison
 from depthmix.studies.comparison import Row, Run, compare, crossings, needed, reached, read_run, speed_up
 from depthmix.studies.comparison_figures import draw_comparison
 from depthmix.studies.comparison_page import render
@@ -119,7 +120,7 @@ def test_equal_runs_differ_by_exactly_nothing() -> None:
     (row,) = compare(pairs, {"arm": "base"}).rows
     assert row.difference is not None
     assert (row.difference.mean, row.difference.low, row.difference.high) == (0, 0, 0)
-    assert "no difference from base; the final losses are equal to the last bit in 3 seeds" in row.verdict
+    assert "no difference from base; the final losses are bitwise equal in 3 seeds" in row.verdict
     assert row.speed_ups["tokens"] is not None
     assert row.speed_ups["tokens"].mean == pytest.approx(1, abs=1e-12)
     assert row.crossings["tokens"] == []
@@ -129,7 +130,7 @@ def test_one_seed_makes_no_statement_about_significance() -> None:
     (row,) = compare([run("base", 0), run("arm", 0, gain=0.5)], {"arm": "base"}).rows
     assert row.difference is not None
     assert row.difference.low is None
-    assert "one seed: no statement about significance" in row.verdict
+    assert "its final loss is 0.5000 lower than base's (one seed, so no statement about significance)" in row.verdict
 
 
 def test_only_seeds_that_both_have_are_compared() -> None:
@@ -137,7 +138,7 @@ def test_only_seeds_that_both_have_are_compared() -> None:
     (row,) = compare(runs, {"arm": "base"}).rows
     assert row.seeds == (1,)
     (alone,) = compare(runs, {"other": "base"}).rows
-    assert "no statement, because no seed was finished" in alone.verdict
+    assert "other: no statement, because it and base have no completed seed in common" in alone.verdict
 
 
 def test_a_token_that_is_worth_more_is_found_out_and_so_is_its_price() -> None:
@@ -171,8 +172,8 @@ def test_one_validation_cannot_tell_what_a_token_is_worth(gain: float) -> None:
     (row,) = compared.rows
     assert row.difference is not None
     assert row.difference.excludes(0)
-    assert "and a token is worth" not in row.verdict
-    assert "what a token is worth cannot be told (a run was validated only once)" in row.verdict
+    assert "and one of its tokens is worth" not in row.verdict
+    assert "what a token is worth cannot be determined (a run was validated only once)" in row.verdict
     told = json.loads(json.dumps(compared.to_dict()))["rows"][0]
     assert told["speed_ups"] == {"tokens": None, "seconds": None, "flops": None}
     assert told["needed"] == {"tokens": None, "seconds": None, "flops": None}
@@ -180,7 +181,7 @@ def test_one_validation_cannot_tell_what_a_token_is_worth(gain: float) -> None:
     page = rendered(runs, {"arm": "base"})
     needed_words = "beyond the run" if gain > 0 else "cannot tell"
     assert f"| arm | base | cannot tell | cannot tell | cannot tell | {needed_words} | cannot tell |" in page
-    assert "arm: cannot tell, a run was validated only once. Validate more often" in page
+    assert "arm: cannot tell, because a run was validated only once. Validate more often" in page
     assert "1.000×" not in page.partition("## Effective speed-up")[2]
 
 
@@ -188,7 +189,7 @@ def test_a_loss_reached_before_the_first_validation_cannot_tell_either() -> None
     """Two validations, both of the better run below the other's final loss."""
     runs = [run(arm, seed, gain=gain, points=2) for seed in range(3) for arm, gain in (("base", 0), ("arm", 0.9))]
     (row,) = compare(runs, {"arm": "base"}).rows
-    assert row.unknown == "a run had the other's final loss before its first validation"
+    assert row.unknown == "a run had reached the other's final loss before its first validation"
     assert row.speed_ups["tokens"] is None
     (back,) = compare(runs, {"base": "arm"}).rows
     assert back.needed["tokens"] is None
@@ -239,10 +240,10 @@ def test_speed_is_undecided_where_a_control_or_the_seeds_say_so() -> None:
     assert row(0.98, (0.8, 0.81, 0.82)).undecided == ""
     assert "0.81 times base's tokens/s" in row(0.98, (0.8, 0.81, 0.82)).verdict
     off = row(0.95, (0.8, 0.81, 0.82))
-    assert off.undecided == "a control is off by 0.05"
-    assert "tokens/s: undecided (a control is off by 0.05)" in off.verdict
+    assert off.undecided == "a control differs by 0.05"
+    assert "tokens/s: undecided (a control differs by 0.05)" in off.verdict
     assert "times base's tokens/s" not in off.verdict
-    assert row(1.0, (0.8, 0.6, 0.82)).undecided == "0.60 to 0.82 over seeds"
+    assert row(1.0, (0.8, 0.6, 0.82)).undecided == "0.60 to 0.82 across seeds"
 
 
 def test_ratios_are_paired_and_geometric() -> None:
@@ -252,6 +253,45 @@ def test_ratios_are_paired_and_geometric() -> None:
     assert found.low is not None
     assert found.high is not None
     assert found.low * found.high == pytest.approx(16)
+
+
+@pytest.mark.parametrize(
+    "arm", ["attnres", "hyper_connections+depth_attention", "block_attnres+value_residual block_sublayers=2 lr=0.001"]
+)
+def test_the_console_says_what_the_page_says_in_80_columns(arm: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arms = (("residual", 0.0, 1e4), ("residual again", 0.0, 1.01e4), (arm, 0.03, 8e3))
+    runs = [run(name, s, gain=g, noise=0.001 * (g > 0), pace=p) for s in range(3) for name, g, p in arms]
+    found = compare(runs, {"residual again": "residual", arm: "residual"}, ["residual again"])
+    print_comparison(found, {}, Path("comparison.md"))
+    out = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    assert all(word in out.split() for word in arm.split()), "no name is broken"
+    said, page = " ".join(out.split()), render(found, {}, ABOUT, {}, Path())
+    for row in found.rows:
+        assert row.verdict in page
+        assert row.verdict in said
+    difference, speed, worth = (e for e in (row.difference, row.tokens_per_second, row.speed_ups["tokens"]))
+    assert difference is not None
+    assert speed is not None
+    assert worth is not None
+    assert f"(95% interval {difference.low:+.4f} to {difference.high:+.4f}, 3 seeds)" in row.verdict
+    assert f"0.80 times residual's tokens/s (95% interval {speed.low:.2f} to {speed.high:.2f})" in row.verdict
+    words = f"and one of its tokens is worth {worth.mean:.2f} of residual's"
+    assert f"{words} (95% interval {worth.low:.2f} to {worth.high:.2f})" in row.verdict
+    for caveat in (
+        "Each 95% interval holds on its own: with 2 arms,",
+        "Control: residual, trained again, differs from itself by 0.01 in tokens/s.",
+    ):
+        assert caveat in page
+        assert caveat in said
+
+
+def test_without_a_control_the_console_and_the_page_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    found = compare([run("base", 0), run("arm", 0, gain=0.5)], {"arm": "base"})
+    print_comparison(found, {}, Path("comparison.md"))
+    caveat = "No control: nothing shows how much tokens/s vary on this machine by themselves."
+    assert caveat in " ".join(capsys.readouterr().out.split())
+    assert caveat in render(found, {}, ABOUT, {}, Path())
 
 
 def test_runs_that_cannot_be_compared_are_named() -> None:
@@ -312,7 +352,7 @@ def test_what_is_undecided_is_not_on_the_page_as_a_number(tmp_path: Path) -> Non
     runs = [run(a, s, gain=g, pace=1e4 * p) for s in (0, 1) for a, g, p in (("a", 0, 1), ("b", 0, 1.07), ("c", 0.1, 3))]
     page = render(compare(runs, {"b": "a", "c": "a"}, ["b"]), {}, ABOUT, {}, tmp_path)
     (line,) = re.findall(r"^\| c \| a \| undecided.*$", page, re.M)
-    assert "undecided (a control is off by 0.07)" in line
+    assert "undecided (a control differs by 0.07)" in line
     assert "3.000×" not in page
     assert "`depthmix bench`" in page
 
@@ -321,20 +361,20 @@ def test_curves_that_cross_often_are_told_by_their_last_crossing(tmp_path: Path)
     base = run("base", 0, points=10)
     wave = [loss + 0.1 * (-1) ** k for k, loss in enumerate(base.losses)]
     found = compare([base, Run(**{**vars(base), "arm": "arm", "losses": tuple(wave)})], {"arm": "base"})
-    assert "950,000 tokens (arm ahead after, the last of 9 times)" in render(found, {}, ABOUT, {}, tmp_path)
+    assert "950,000 tokens (arm ahead after, the last of 9 crossings)" in render(found, {}, ABOUT, {}, tmp_path)
 
 
 def test_a_page_of_one_seed_has_no_intervals(tmp_path: Path) -> None:
     page = page_of(tmp_path, [0, 0.03], 1)
     assert "95 % interval |" not in page
-    assert "one seed: no statement about significance" in page
+    assert "than residual's (one seed, so no statement about significance)" in page
 
 
 def test_the_best_learning_rate_at_the_edge_is_told(tmp_path: Path) -> None:
-    assert "try more beyond it" not in page_of(tmp_path, [0, 0.1], 1)
+    assert "try rates beyond" not in page_of(tmp_path, [0, 0.1], 1)
     found = compare([run("a", 0)], {})
     page = render(found, {"a": {1e-3: 2.0, 2e-3: 1.9}}, ABOUT, {}, tmp_path)
-    assert "first or last that was tried for a: try more beyond it" in page
+    assert "lowest or highest that was tried for a: try rates beyond." in page
 
 
 def with_depth(one: Run, **line: Any) -> Run:
@@ -361,7 +401,8 @@ def test_the_page_tells_what_was_recorded_over_depth(tmp_path: Path) -> None:
     assert "![Magnitudes over depth](figures/depth.png)" in page
     table = page.split("## Over depth")[1].split("\n\n")[1]
     assert table.splitlines() == [
-        "| arm | largest state | gradient, early over late | embedding's share | recording | shares of |",
+        "| arm | largest state norm | gradient norm, early / late | embedding's share | recording time "
+        "| shares computed from |",
         "|---|---|---|---|---|---|",
         "| a | 3.54 | 3.00 | 0.440 | 0.50% | weights |",
         "| b |  | 2.00 |  |  |  |",

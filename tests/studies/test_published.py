@@ -64,9 +64,9 @@ def test_what_is_beside_is_listed_as_the_papers_and_moves_no_fit(tmp_path: Path)
     assert (both.fits, both.factors, both.verdicts) == (own.fits, own.factors, own.verdicts)
     pages = [render(scaling, {}, ABOUT, {}, tmp_path) for scaling in (own, both)]
     assert "arXiv 2603.15031" not in pages[0]
-    before, _, after = pages[1].partition("## Beside: arXiv 2603.15031, Table 2\n")
+    before, _, after = pages[1].partition("## For comparison: arXiv 2603.15031, Table 2\n")
     assert "AttnRes" not in before
-    assert "These figures are the paper's. No law or factor above rests on them." in after
+    assert "These numbers are the paper's. No law or factor above uses them." in after
     assert "| attnres-436m | 436M | 87.9B | 2.3e+20 | 2.66 | 1.766 | 1.746 | 1.737 | 1.747 |" in after
     assert "| Block AttnRes | 1.841 | 0.0565 | 1.870 C^(−0.058) |" in after
     assert "| mHC-lite | 1.838 | 0.0549 |  |" in after
@@ -101,5 +101,5 @@ def test_a_name_that_nobody_published_is_refused_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["scaling", "--beside", "atnres-paper", "--folder", str(tmp_path / "study")]) == 2
-    assert "beside='atnres-paper'. Did you mean 'attnres-paper'?" in capsys.readouterr().err
+    assert "unknown beside='atnres-paper'. Did you mean 'attnres-paper'?" in capsys.readouterr().err
     assert not (tmp_path / "study").exists()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from depthmix.cli.scaling import print_scaling
 from depthmix.studies.comparison import Run
 from depthmix.studies.page import Provenance
 from depthmix.studies.scaling import Factor, Law, compute_equivalent, factor_between, fit, verdict_of
@@ -100,7 +102,8 @@ def test_as_many_sizes_as_parameters_give_no_interval() -> None:
     assert two.intervals == {}
     found = factor_between(fit(COMPUTE[:2], [2.9, 2.7]), two, COMPUTE[1])
     assert found.low is None
-    assert "too few sizes for an interval" in verdict_of("arm", "base", found)
+    verdict = verdict_of("arm", "base", found, "2 sizes, one seed each")
+    assert "(2 sizes, one seed each: too few sizes for an interval)" in verdict
 
 
 @pytest.mark.parametrize(
@@ -123,12 +126,12 @@ def test_points_without_a_law_are_refused(compute: list[float], losses: list[flo
         (Factor(compute=1e18, factor=1.2, low=1.1, high=1.3), "worth 1.20 times the compute of base"),
         (Factor(compute=1e18, factor=1.2, low=0.9, high=1.5), "no difference from base was found"),
         (Factor(compute=1e18, factor=1.2, low=0.9), "no difference from base was found"),
-        (Factor(compute=1e18, factor=1.2, low=1.1), "1.10 and more"),
+        (Factor(compute=1e18, factor=1.2, low=1.1), "1.10 or more"),
         (Factor(compute=1e18, factor=None), "never reaches"),
     ],
 )
 def test_the_verdict_says_what_the_interval_allows(found: Factor, words: str) -> None:
-    assert words in verdict_of("arm", "base", found)
+    assert words in verdict_of("arm", "base", found, "2 sizes, one seed each")
 
 
 def point(arm: str, size: str, compute: float, *losses: float) -> Point:
@@ -170,6 +173,28 @@ def test_arms_are_fitted_over_the_sizes_that_the_baseline_has(tmp_path: Path) ->
     assert (tmp_path / "figures" / "scaling.png").read_bytes().startswith(b"\x89PNG")
     assert "![Loss against compute](figures/scaling.png)" in page
     assert page.count("| attnres |") == 1 + 4 + 5
+
+
+@pytest.mark.parametrize("irreducible", [False, True])
+def test_the_console_says_what_the_page_says(irreducible: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    base, arm = Law(a=3.0, b=0.06, unit=1e16), Law(a=2.9, b=0.06, unit=1e16)
+    name = "hyper_connections+depth_attention"
+    points = [point("residual", str(k), c, base.loss(c) + 0.001 * (-1) ** k) for k, c in enumerate(COMPUTE)]
+    points += [point(name, str(k), c, arm.loss(c), arm.loss(c) + 0.001) for k, c in enumerate(COMPUTE)]
+    found = fit_scaling(points, irreducible=irreducible)
+    study = SimpleNamespace(failures={})
+    print_scaling(found, study, Path("scaling.md"))  # type: ignore[arg-type]
+    out = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    page = render(found, {}, Provenance(command="depthmix scaling", machine="a machine", data="stdlib"), {}, Path())
+    for line in (found.verdicts[0], "Intervals show the scatter of these sizes around the laws"):
+        assert line in page
+        assert line in " ".join(out.split())
+    assert "5 sizes, one seed each" in found.verdicts[0], "the fewest of any size"
+    for f in found.fits.values():
+        assert f"{f.law.b:.4f}" in out
+        assert "{:.4f} to {:.4f}".format(*f.intervals["b"]) in out
+    assert name in out, "not broken"
 
 
 def test_the_factor_rests_on_the_sizes_that_both_have_and_the_verdict_on_the_largest() -> None:

@@ -117,12 +117,24 @@ def test_a_length_or_a_size_that_is_none_is_refused(capfd: pytest.CaptureFixture
     for given, words in (
         (["compare", "--depth", "2", "--tokens", "-5"], "-5 tokens for a run; expected a number above 0"),
         (["compare", "--depth", "2", "--tokens", "5", "--set", "run.steps=5"], "tokens=5 beside run.steps=5"),
-        (["compare", "--shapes", "2x16,2x16"], "sizes 2x16, 2x16; expected each once"),
+        (["compare", "--shapes", "2x16,2x16"], "sizes 2x16, 2x16; expected each size once"),
         (["scaling", "--sizes", "2", "4", "--set", "run.steps=5"], "run.steps is the same for every size"),
         (["scaling", "--sizes", "2"], "sizes 2; expected at least two"),
     ):
         assert main(given) == 2
         assert words in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("steps", "accumulate", "every"), [(1000, 1, 40), (400, 1, 16), (150, 1, 16), (75, 2, 8), (20, 1, 5), (2, 1, 1)]
+)
+def test_short_runs_are_validated_less_often(steps: int, accumulate: int, every: int) -> None:
+    """Validation reads 16 batches: 25 times in 400 steps, then no more tokens than training, and at least 4 times."""
+    settings = {"run.steps": str(steps), "run.validate_batches": "16", "run.accumulate": str(accumulate)}
+    (arm,) = make_arms(grid("residual", settings=settings))
+    assert (arm.config.run.steps, arm.config.run.validate_every) == (steps, every)
+    (asked,) = make_arms(grid("residual", settings={**settings, "run.validate_every": "1"}))
+    assert asked.config.run.validate_every == 1
 
 
 def test_scaling_arms_have_tokens_by_their_parameters_and_a_baseline_of_their_own_size() -> None:
@@ -218,14 +230,14 @@ def test_progress_of_a_study_tells_each_run_and_the_time_left(
     pool.pace.add("residual", 30.0, tasks[0].flops / 2)
     pool.show_progress(Progress(3), tasks[2:])
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == "[2/3] residual, seed 1: step 3 of 6; all runs, about 68 s left"
+    assert line == "about 68 s left: [2/3] residual, seed 1: step 3 of 6"
 
 
 def test_the_residual_against_itself_is_no_difference(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Trained twice, in processes of their own, two at once; a second start trains nothing and publishes it."""
     assert main([*arguments(text, "residual", "residual"), "--jobs", "2"]) == 0
     out = capfd.readouterr().out
-    assert "no difference from residual; the final losses are equal to the last bit in 2 seeds" in " ".join(out.split())
+    assert "no difference from residual; the final losses are bitwise equal in 2 seeds" in " ".join(out.split())
     found = json.loads(Path("study/comparison.json").read_text())
     assert found["rows"][0]["difference"]["values"] == [0.0, 0.0]
     assert len({run["folder"] for run in found["runs"]}) == 4
@@ -331,9 +343,9 @@ def test_scaling_fits_a_law_for_each_arm(text: Path, capfd: pytest.CaptureFixtur
     found = json.loads(Path("study/scaling.json").read_text())
     assert set(found["fits"]) == {"residual", "attnres"}
     assert found["beside"]["source"] == "arXiv 2603.15031, Table 2"
-    regime = "arXiv 2603.15031, Table 2 has 205: this study has "
+    regime = "arXiv 2603.15031, Table 2 has 205; this study has "
     assert regime in Path("study/scaling.md").read_text()
-    assert regime in capfd.readouterr().out
+    assert regime in " ".join(capfd.readouterr().out.split())
     assert regime in found["notes"][-1]
     assert len(found["factors"]["attnres"]) == 2
     assert (Path("study") / "figures" / "scaling.png").is_file()
@@ -344,9 +356,9 @@ def test_an_arm_can_have_a_learning_rate_of_its_own() -> None:
     arms = make_arms(grid("residual", "block_attnres", "residual", rates={"residual": 1.5e-3}))
     dial = TrainConfig.from_dial(2, "block_attnres", dim=16).optimizer.lr
     assert [arm.config.optimizer.lr for arm in arms] == [1.5e-3, dial, 1.5e-3]
-    with pytest.raises(ValueError, match="a learning rate for 'highway'; expected one of the arms: residual"):
+    with pytest.raises(ValueError, match="a learning rate is given for 'highway'; expected one of the arms: residual"):
         make_arms(grid("residual", rates={"highway": 1e-3}))
-    with pytest.raises(ValueError, match=r"a learning rate for residual beside optimizer.lr for all arms"):
+    with pytest.raises(ValueError, match=r"a learning rate is given for residual, and optimizer.lr for all arms"):
         make_arms(grid("residual", rates={"residual": 1e-3}, sweeps={"optimizer.lr": ["1e-3", "2e-3"]}))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,6 +58,20 @@ def shown_on_a_terminal(code: str) -> str:
     return text.decode()
 
 
+def test_a_table_wider_than_the_terminal_breaks_no_word(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [["a" * 50, "1", "", "x" * 18], ["b c", "22", "", "y"]]
+    terminal.print_table("title", ["name", "number", "empty", "rest"], rows)
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:2] == ["title", f"{'name':50}  number  rest"]
+    assert lines[3:] == [f"{'a' * 50}  1       {'x' * 18}", f"{'b c':50}  22      y"]
+    terminal.print_table("title", ["name", "number", "empty", "rest"], [["a" * 70, *rows[0][1:]], rows[1]])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:3] == ["name", "  number  rest"]
+    assert lines[4:] == ["a" * 70, f"  1       {'x' * 18}", "b c", "  22      y"]
+    terminal.print_table("nothing", ["name", "number"], [])
+    assert capsys.readouterr().out.splitlines()[:2] == ["nothing", "name"]
+
+
 def test_on_a_terminal_there_is_a_bar_with_the_time_left_which_goes_away() -> None:
     text = shown_on_a_terminal(WORK)
     assert "━" in text
@@ -72,12 +87,12 @@ def test_elsewhere_there_are_plain_lines() -> None:
         [sys.executable, "-c", WORK], capture_output=True, text=True, check=True, env=child_environment()
     )
     lines = done.stderr.splitlines()
-    assert [line.split(",")[0] for line in lines] == [
+    assert [line.rpartition(": ")[2] for line in lines] == [
         *("work [/b] 1 of 4", "work [/b] 2 of 4"),
         "a message [bold]in between",
         *("work [/b] 3 of 4", "work [/b] 4 of 4", "the end"),
     ]
-    assert lines[-2] == "work [/b] 4 of 4, about 0 s left"
+    assert lines[-2] == "about 0 s left: work [/b] 4 of 4"
 
 
 def test_lines_come_at_intervals(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +101,9 @@ def test_lines_come_at_intervals(capsys: pytest.CaptureFixture[str], monkeypatch
     for second in track(range(1, 61), "work", "rounds", 60):
         now[0] = float(second)
     assert capsys.readouterr().err.splitlines() == [
-        "work: 20 of 60 rounds, about 40 s left",
-        "work: 40 of 60 rounds, about 20 s left",
-        "work: 60 of 60 rounds, about 0 s left",
+        "about 40 s left: work: 20 of 60 rounds",
+        "about 20 s left: work: 40 of 60 rounds",
+        "about 0 s left: work: 60 of 60 rounds",
     ]
 
 
@@ -105,10 +120,28 @@ def test_the_time_left_counts_what_was_done_here(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0 s"), (99, "99 s"), (100, "2 min"), (5999, "100 min"), (6000, "1.7 h"), (172_800, "2.0 days")],
+    [
+        *((0.4, "0 s"), (99, "99 s"), (100, "2 min"), (5900, "98 min"), (6000, "1 h 40 min"), (86_400, "24 h 0 min")),
+        *((86_459, "24 h 1 min"), (172_800, "2 days 0 h"), (1e7, "115 days 18 h"), (1e9, "11,574 days 2 h")),
+    ],
 )
-def test_durations_are_told_in_one_way(seconds: float, text: str) -> None:
+def test_durations_are_days_hours_and_minutes(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_a_text_is_cut_after_a_word() -> None:
+    text = "step 3/20, loss 2.5173, validation 2.4456"
+    assert terminal.cut(text, len(text)) == text
+    assert terminal.cut(text, 30) == "step 3/20, loss 2.5173…"
+    assert terminal.cut(text, 11) == "step 3/20…"
+
+
+def test_a_bar_has_the_time_left_in_front_and_no_broken_word() -> None:
+    words = "step 3/20, loss 2.5173, validation 2.4456, about some more words that have no room here"
+    text = shown_on_a_terminal(WORK.replace("work [/b] {done} of 4", words + " {done}"))
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    row = next(line for line in drawn.splitlines() if "step 3/20" in line)
+    assert re.search(r"about \d+ s left +[━╸╺ ]+ step 3/20, loss 2.5173, validation 2.4456, about some more…", row), row
 
 
 def test_a_child_has_this_package_and_its_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -55,13 +55,14 @@ def test_a_skipped_step_tells_the_loss_as_it_is(
 
 def test_a_norm_that_is_not_finite_is_told_with_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "clip", lambda model, limit: math.inf)
-    with pytest.raises(BadLoss, match=r"step 1: the gradient's norm is inf, at a loss of 5\.\d+\. Largest layer"):
+    words = r"step 1: the gradient's norm is inf, at a loss of 5\.\d+\. Layer with the largest output"
+    with pytest.raises(BadLoss, match=words):
         train(tiny_run(tmp_path / "run"))
 
 
 def test_the_error_tells_the_loss_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "gradients", lambda run: math.nan)
-    with pytest.raises(BadLoss, match=r"^step 1: the loss is nan\. Largest layer"):
+    with pytest.raises(BadLoss, match=r"^step 1: the loss is nan\. Layer with the largest output"):
         train(tiny_run(tmp_path / "run"))
 
 
@@ -77,7 +78,7 @@ def test_bad_steps_in_a_row_are_counted_over_starts(tmp_path: Path, monkeypatch:
 
     with pytest.raises(KeyboardInterrupt):
         train(tiny_run(tmp_path / "run", run__on_bad_loss="skip", **changes), report=interrupt)
-    with pytest.raises(BadLoss, match=r"^step 5: the loss is nan \(2 bad steps in a row\)\. Largest"):
+    with pytest.raises(BadLoss, match=r"^step 5: the loss is nan \(2 bad steps in a row\)\. Layer with the largest"):
         train(tiny_run(tmp_path / "run", **changes))
 
 

@@ -223,7 +223,7 @@ def test_the_last_k_are_kept_and_older_ones_go_after_the_new_one_is_there(tmp_pa
 
 def test_a_checkpoint_of_another_shape_is_refused_by_name(tmp_path: Path) -> None:
     save(tmp_path, 1, {"model": {"w": torch.ones(2)}})
-    with pytest.raises(ValueError, match=r"another model: model\|w has shape \[2\] there and \[3\] here"):
+    with pytest.raises(ValueError, match=r"another model: model\|w has shape \[2\], expected \[3\]"):
         load_latest(tmp_path, {"model": {"w": torch.ones(3)}})
 
 

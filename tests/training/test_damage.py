@@ -45,14 +45,14 @@ def test_a_changed_byte_in_the_weights_of_a_complete_run_is_noticed_by_every_com
         assert main(command) == 2, command
         out, err = capsys.readouterr()
         assert "complete already" not in out + err
-        assert f"{path} is damaged or of another save: its SHA-256 is not the one in config.json" in err
+        assert f"{path} is damaged or from another save: its SHA-256 is not the one in config.json" in err
 
 
 def test_the_message_tells_how_to_make_the_weights_again(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = weights(run)
     flip_a_byte(run / "final" / "model.safetensors")
     assert main(["train", "--folder", str(run)]) == 2
-    assert f"Or remove {run / 'result.json'}, and `depthmix train` makes both again" in capsys.readouterr().err
+    assert f"Or remove {run / 'result.json'}, and `depthmix train` creates both again" in capsys.readouterr().err
     (run / "result.json").unlink()
     assert main(["train", "--folder", str(run)]) == 0
     assert weights(run) == before
@@ -89,9 +89,9 @@ def test_every_reader_of_a_damaged_result_names_it(run: Path, made: Path, conten
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ('{"kind": "validation", "tok', ", line 2, is damaged: no JSON"),
+        ('{"kind": "validation", "tok', ", line 2, is damaged: it is not valid JSON"),
         ("7", ", line 2, is damaged: '7' is not an object"),
-        ('{"kind": "validation", "tokens": 3}', " is damaged: a validation lacks seconds, loss"),
+        ('{"kind": "validation", "tokens": 3}', " is damaged: a validation line lacks seconds, loss"),
     ],
 )
 def test_damaged_metrics_are_named(run: Path, line: str, words: str) -> None:
@@ -105,9 +105,9 @@ def test_damaged_metrics_are_named(run: Path, line: str, words: str) -> None:
 def test_a_configuration_that_is_no_text_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(run / "config.toml", b"\xff\xfe")
     assert main(["train", "--folder", str(run)]) == 2
-    assert f"{run / 'config.toml'} is damaged: no UTF-8 text" in capsys.readouterr().err
+    assert f"{run / 'config.toml'} is damaged: it is not valid UTF-8" in capsys.readouterr().err
     assert main(["eval", str(run)]) == 2
-    assert f"{run / 'config.toml'} is damaged: no UTF-8 text" in capsys.readouterr().err
+    assert f"{run / 'config.toml'} is damaged: it is not valid UTF-8" in capsys.readouterr().err
 
 
 def test_a_complete_run_is_only_read(run: Path) -> None:

@@ -100,7 +100,7 @@ def test_mechanisms_that_state_no_flops_count_two_for_each_parameter_and_are_mar
     assert (rows["silent"]["flops"], rows["silent"]["forward_flops"]) == (None, 2 * 4 * 65)
     assert (rows["silent_values"]["flops"], rows["silent_values"]["forward_flops"]) == (None, 2 * 2)
     assert main(["list"]) == 0
-    assert "~      not stated by the mechanism: 2 for each parameter" in capsys.readouterr().out
+    assert "~      not stated by the mechanism; 2 per parameter are counted" in capsys.readouterr().out
     for name in ("silent", "silent_values"):
         assert main(["show", name]) == 0
         assert "not stated by the" in " ".join(capsys.readouterr().out.replace("│", " ").split())

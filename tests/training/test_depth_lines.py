@@ -16,7 +16,7 @@ from torch import Tensor
 import depthmix as dm
 from depthmix.studies.arms import Grid, Size, make_arms
 from depthmix.training import TrainConfig, diagnostics, override, train
-from depthmix.training.diagnostics import least_interval, measure, reading
+from depthmix.training.diagnostics import least_interval, measure, read_statistics
 from depthmix.training.metrics import scalars
 from tests.decoders import some_tokens, tiny
 from tests.runs import lines, tiny_run
@@ -125,7 +125,7 @@ def test_every_kind_of_mixing_is_recorded(mixer: str, tmp_path: Path) -> None:
 def test_values_of_a_line_are_those_of_its_trace() -> None:
     model, tokens = tiny(mixer={"name": "attnres", "heads": 2}), some_tokens(2, 5)
     _, trace = measure(model, lambda: model.loss(tokens))
-    line = reading(trace)
+    line = read_statistics(trace)
     weights = trace.weights.flatten(0, 2)
     row = [-sum(float(a) * math.log(float(a)) for a in alpha[4] if a > 0) for alpha in weights]
     assert line["weight_entropy"][4] == pytest.approx(sum(row) / len(row))
@@ -163,7 +163,7 @@ def test_recording_costs_below_a_hundredth_of_the_steps_between(tmp_path: Path) 
     def record() -> None:
         magnitudes, trace = measure(model, lambda: model.loss(probe))
         magnitudes.to_dict()
-        reading(trace)
+        read_statistics(trace)
 
     step = least(lambda: model.loss(tokens).backward())
     assert least(record) < 0.01 * least_interval(config.tokens_per_step) * step

@@ -85,7 +85,7 @@ def test_none_is_removed_before_the_new_one_is_in_its_place(tmp_path: Path, monk
         raise OSError("No space left on device")
 
     monkeypatch.setattr(checkpoint, "finalize", full)
-    with pytest.raises(CheckpointError, match=r"step 9 .*Intact in .*step-00000003, step-00000006"):
+    with pytest.raises(CheckpointError, match=r"step 9 .*Unchanged in .*step-00000003, step-00000006"):
         saved(tmp_path, 9, keep=1)
     assert kept(tmp_path) == ["3", "6"]
 

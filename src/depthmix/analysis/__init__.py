@@ -21,7 +21,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`figures` and `invariants` are imported when they are used first."""
-    if name in ("figures", "invariants"):
+    """`figures`, `invariants` and `plot` are imported on first use."""
+    if name in ("figures", "invariants", "plot"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

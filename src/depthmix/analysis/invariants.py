@@ -1,4 +1,4 @@
-"""What must hold for every mechanism, checked on this machine and for a chosen dtype; needs no outside reference.
+"""Invariants of every mechanism, measured on this machine in a chosen dtype; no outside reference is needed.
 
 `depthmix verify` prints these as a table, the tests run them for every mechanism and option, and a mechanism that
 another package registers gets them too.
@@ -25,7 +25,7 @@ ONES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-5, torch.f
 
 @dataclass(frozen=True)
 class Check:
-    """One measured claim. It holds where the error is a number of at most `bound`."""
+    """One measured claim. It holds if the error is a number of at most `bound`."""
 
     name: str
     error: float
@@ -38,7 +38,7 @@ class Check:
 
 @dataclass
 class Probe:
-    """A small network around one stack: random sublayers of unit scale, random tokens, parameters off their start."""
+    """A small network around one stack: random sublayers of unit scale, random tokens, perturbed parameters."""
 
     stack: DepthStack
     x: Tensor
@@ -72,8 +72,8 @@ def make_probe(
     seed: int = 0,
     spread: float | None = None,
 ) -> Probe:
-    """`spread` is the size of the noise on the parameters; 0 leaves them at their start."""
-    spread = (0.1 if dtype.itemsize == 2 else 0.5) if spread is None else spread  # half precision overflows soon
+    """`spread` is the size of the noise added to the parameters; 0 keeps their initial values."""
+    spread = (0.1 if dtype.itemsize == 2 else 0.5) if spread is None else spread  # half precision overflows easily
     wide = torch.promote_types(dtype, torch.float32)
     generator = torch.Generator().manual_seed(seed)
     noise = functools.partial(torch.randn, generator=generator, dtype=wide)
@@ -90,12 +90,12 @@ def make_probe(
 
 
 def sublayer(weight: Tensor, h: Tensor) -> Tensor:
-    """Not scale-invariant and not odd, so that no gradient vanishes by symmetry; each token on its own."""
+    """Not scale-invariant and not odd, so that no gradient vanishes by symmetry; acts on each token separately."""
     return (torch.tanh(h.to(weight.dtype) @ weight) + 0.3 * torch.cos(h.to(weight.dtype))).to(h.dtype)
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Largest difference, relative to the largest entry where that exceeds 1."""
+    """Largest difference, relative to the largest entry if that exceeds 1."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     if not a.numel():
@@ -109,7 +109,7 @@ def check_rebuild(probe: Probe, traced: Trace) -> Iterator[Check]:
     error = max(
         distance(traced.contributions(r).to(wide).sum(0), traced.inputs[r].to(wide)) for r in range(len(traced.inputs))
     )
-    yield Check("h is the sum of M v, every row", error, TOLERANCE[probe.dtype])
+    yield Check("h equals the sum of M v in every row", error, TOLERANCE[probe.dtype])
 
 
 def check_paths(probe: Probe, traced: Trace) -> Iterator[Check]:
@@ -120,12 +120,13 @@ def check_paths(probe: Probe, traced: Trace) -> Iterator[Check]:
             distance(m.read(s)[0], m.combine(s[: m.expects.essential], m.coeff(s[: m.expects.essential])))
             for m, s in zip(mixers, states, strict=True)
         ]
-        yield Check("read is combine(coeff)", max(reads), TOLERANCE[probe.dtype])
-        yield Check("the model's loop is the trace's", distance(probe.run(), traced.inputs[-1]), TOLERANCE[probe.dtype])
+        yield Check("read equals combine(coeff)", max(reads), TOLERANCE[probe.dtype])
+        error = distance(probe.run(), traced.inputs[-1])
+        yield Check("the model's output equals the trace's", error, TOLERANCE[probe.dtype])
 
 
 def check_start(name: str, options: Mapping[str, Any], probe: Probe) -> Iterator[Check]:
-    """`preserves_prenorm`: M of ones, rows that are constant, or neither."""
+    """Whether M starts as declared by `preserves_prenorm`: all ones, constant along each row, or neither."""
     initial = make_probe(name, options, dtype=probe.dtype, device=probe.x.device, spread=0, **probe_sizes(probe))
     claim = initial.stack.facts.preserves_prenorm
     traced = trace(initial.stack, initial.x, initial.sublayers)
@@ -136,45 +137,44 @@ def check_start(name: str, options: Mapping[str, Any], probe: Probe) -> Iterator
     scaled = float((traced.M / first - lower).abs().max()) if first.abs().min() > 0 else float("inf")
     bound = ONES[probe.dtype]
     if claim == "exact":
-        yield Check("starts as PreNorm: M is 1", exact, bound)
+        yield Check("starts as PreNorm: M is all ones", exact, bound)
     elif claim == "up to scale":
         yield Check("starts as PreNorm up to scale", scaled, bound)
-        yield Check("… and not exactly, as it says", float(exact <= bound), 0)
+        yield Check("does not start as PreNorm exactly, as declared", float(exact <= bound), 0)
     else:
-        yield Check("does not start as PreNorm, as it says", float(scaled <= bound), 0)
+        yield Check("does not start as PreNorm, as declared", float(scaled <= bound), 0)
 
 
 def check_facts(probe: Probe, traced: Trace) -> Iterator[Check]:
     facts = probe.stack.facts
     count = sum(p.numel() for p in probe.stack.parameters())
-    yield Check(f"owns {facts.parameters} parameters", abs(count - facts.parameters), 0)
+    yield Check(f"has {facts.parameters} parameters", abs(count - facts.parameters), 0)
     error = distance(traced.inputs[0], traced.sources[0])
-    yield Check("the read of one source is that source, whatever the parameters", error, TOLERANCE[probe.dtype])
+    yield Check("the read of a single source equals that source, for any parameters", error, TOLERANCE[probe.dtype])
     grouped = {id(p) for group in param_groups(probe.stack) for p in group["params"]}
-    yield Check("param_groups holds every parameter", len({id(p) for p in probe.stack.parameters()} ^ grouped), 0)
+    yield Check("param_groups contains every parameter", len({id(p) for p in probe.stack.parameters()} ^ grouped), 0)
     if facts.row_sums is not None:
         expected = torch.tensor(facts.row_sums, dtype=traced.M.dtype, device=traced.M.device)
-        yield Check(
-            "row sums", distance(traced.row_sums(), expected.expand(traced.M.shape[:-1])), TOLERANCE[probe.dtype]
-        )
+        error = distance(traced.row_sums(), expected.expand(traced.M.shape[:-1]))
+        yield Check("row sums are as declared", error, TOLERANCE[probe.dtype])
     if facts.rank is not None:
         excess = int(traced.rank().max()) - facts.rank
         yield Check(f"semiseparable rank is at most {facts.rank}", max(excess, 0), 0)
 
 
 def check_meta(name: str, options: Mapping[str, Any], probe: Probe) -> Iterator[Check]:
-    """Parameters without storage: `list`, `show` and `train` count them before anything is allocated."""
+    """Parameters without storage: `list`, `show` and `train` count them before memory is allocated."""
     shapes = {key: p.shape for key, p in probe.stack.named_parameters()}
     try:
         with torch.device("meta"):
             stack = DepthStack(name, dim=probe.stack.dim, depth=probe.stack.depth, **options)
         reason = (
-            "" if {key: p.shape for key, p in stack.named_parameters()} == shapes else ": other parameters than here"
+            "" if {key: p.shape for key, p in stack.named_parameters()} == shapes else ": its parameters differ there"
         )
-    except Exception as error:  # whatever it is, the check says it
+    except Exception as error:  # the name of the check reports it
         cause = error.__cause__ or error
         reason = f": {type(cause).__name__}: {cause}"
-    yield Check(f"builds on the meta device, as `list`, `show` and `train` need{reason}", float(bool(reason)), 0)
+    yield Check(f"builds on the meta device, as `list`, `show` and `train` require{reason}", float(bool(reason)), 0)
 
 
 def check_spec(probe: Probe) -> Iterator[Check]:
@@ -189,16 +189,16 @@ def check_spec(probe: Probe) -> Iterator[Check]:
         wrong_dtypes += sum(t.dtype != probe.dtype for t in state[: spec.essential])
         for later in states[index + 1 :]:
             unsealed += sum(not torch.equal(a, b) for a, b in zip(state[: spec.sealed], later, strict=False))
-    yield Check("spec tells the shapes of every state", wrong_shapes, 0)
+    yield Check("spec gives the shapes of every state", wrong_shapes, 0)
     yield Check("sealed tensors never change", unsealed, 0)
     yield Check("the state keeps the stream's dtype", wrong_dtypes, 0)
 
 
 def check_slices(probe: Probe) -> Iterator[Check]:
-    """Cut at every site and resume: from the plain tuple the same bits, from its essential part equal to rounding."""
+    """Cut at every site and resume: from the full state bit for bit, from its essential part up to rounding."""
     with torch.no_grad():
         whole = probe.run()
-        changed, dropped = 0, 0.0  # cuts with other bits; the largest error without derived tensors
+        changed, dropped = 0, 0.0  # cuts that change bits; the largest error without derived tensors
         for cut, state in enumerate(probe.states()):
             if not 0 < cut < len(probe.stack):
                 continue
@@ -209,8 +209,8 @@ def check_slices(probe: Probe) -> Iterator[Check]:
                 sent = mixer.step(sent, f)
             for essential in (sent, state[: probe.stack.spec(cut).essential]):
                 dropped = max(dropped, distance(resume(tail, essential, probe), whole))
-    yield Check("cut anywhere and resumed: the same bits", changed, 0)
-    yield Check("… with derived tensors dropped", dropped, TOLERANCE[probe.dtype])
+    yield Check("cut at any site and resumed: identical bits", changed, 0)
+    yield Check("cut at any site and resumed without derived tensors", dropped, TOLERANCE[probe.dtype])
 
 
 def resume(tail: DepthStack, state: State, probe: Probe) -> Tensor:
@@ -224,14 +224,15 @@ def check_locality(probe: Probe) -> Iterator[Check]:
         batched = probe.run().flatten(0, -2)
         tokens = probe.x.flatten(0, -2)
         single = torch.stack([probe.stack(token, probe.sublayers) for token in tokens])
-    yield Check("each token on its own, any leading shape", distance(single, batched), TOLERANCE[probe.dtype])
+    yield Check("tokens are independent, for any leading shape", distance(single, batched), TOLERANCE[probe.dtype])
 
 
 def check_gradients(probe: Probe) -> Iterator[Check]:
     stack = probe.stack
     plain = gradients(stack, probe, lambda mixer, f, state: mixer.step(state, f))
     dead = [name for name, g in plain.items() if g is None or not g.abs().max() > 0]
-    yield Check(f"every parameter gets a gradient{': not ' + ', '.join(dead) if dead else ''}", len(dead), 0)
+    missing = f" (missing: {', '.join(dead)})" if dead else ""
+    yield Check(f"every parameter gets a gradient{missing}", len(dead), 0)
 
     def checkpointed_step(mixer: Any, f: Any, state: State) -> State:
         out: State = checkpoint(lambda *s: mixer.step(s, f), *state, use_reentrant=False)
@@ -239,7 +240,7 @@ def check_gradients(probe: Probe) -> Iterator[Check]:
 
     recomputed = gradients(copy.deepcopy(stack), probe, checkpointed_step)
     error = max((distance(recomputed[n], g) for n, g in plain.items() if g is not None), default=0.0)
-    yield Check("the same gradients under checkpointing", error, TOLERANCE[probe.dtype])
+    yield Check("gradients are the same under activation checkpointing", error, TOLERANCE[probe.dtype])
 
 
 def gradients(stack: DepthStack, probe: Probe, step: Callable[[Any, Any, State], State]) -> dict[str, Any]:
@@ -255,18 +256,15 @@ def gradients(stack: DepthStack, probe: Probe, step: Callable[[Any, Any, State],
 
 
 def check_twins(name: str, options: Mapping[str, Any], probe: Probe) -> Iterator[Check]:
-    """Options under which a mechanism is another one, parameter for parameter."""
+    """Options with which a mechanism equals another one, parameter for parameter."""
     for twin_options, other, other_options in type(probe.stack[0]).twins:
         if twin_options != options:
             continue
         twin = make_probe(other, other_options, dtype=probe.dtype, device=probe.x.device, **probe_sizes(probe))
         twin.stack.load_converted(probe.stack.state_dict())
         with torch.no_grad():
-            yield Check(
-                f"is {other} with the same parameters",
-                distance(probe.run(), probe.run(twin.stack)),
-                TOLERANCE[probe.dtype],
-            )
+            error = distance(probe.run(), probe.run(twin.stack))
+            yield Check(f"equals {other} with the same parameters", error, TOLERANCE[probe.dtype])
 
 
 def probe_sizes(probe: Probe) -> dict[str, Any]:
@@ -281,7 +279,7 @@ def verify(
     device: str | torch.device = "cpu",
     **sizes: Any,
 ) -> list[Check]:
-    """Every invariant of one mechanism with one set of options."""
+    """Measure every invariant of one mechanism with one set of options."""
     options = options or {}
     probe = make_probe(name, options, dtype=dtype, device=device, **sizes)
     traced = trace(probe.stack, probe.x, probe.sublayers)

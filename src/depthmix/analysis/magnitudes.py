@@ -1,4 +1,4 @@
-"""How large things are over depth, in one pass: what is read, written and kept, and the gradients of both.
+"""Norms over depth, measured in one pass: of reads, outputs and states, and of the gradients of reads and outputs.
 
 A norm is the root of the mean over tokens of the squared norm over channels.
 
@@ -22,13 +22,13 @@ from depthmix.mechanisms import DepthMixer, DepthStack, State
 
 @dataclass
 class Magnitudes:
-    """Of one pass through a stack, by execution; numbers are tensors, so that nothing waits for a device.
+    """Norms of one pass through a stack, by execution; kept as tensors, so that nothing waits for the device.
 
-    reads: ‖h‖ of every site in turn, the head's last.
+    reads: ‖h‖ of every site in order, the head's last.
     outputs: ‖v‖ of every sublayer.
     states: for each tensor of streams that a write made or changed, one norm for each of its streams.
-    distances: for each write, how far apart the streams of such a tensor are, over their norm; None: one stream.
-    read_gradients, output_gradients: norms of the loss's gradients; a site's own, not that of the stream it reads.
+    distances: for each write, the distance between the streams of such a tensor, over their norm; None: one stream.
+    read_gradients, output_gradients: norms of the loss's gradients: those of h and v themselves, not of the stream.
     """
 
     embedding: Tensor | None = None
@@ -40,7 +40,7 @@ class Magnitudes:
     output_gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, as a line of metrics holds them."""
+        """As plain numbers, for a line of metrics.jsonl."""
         outputs = numbers(self.outputs)
         main = numbers([rms(norms[0]) if norms else None for norms in self.states])
         return {
@@ -56,7 +56,7 @@ class Magnitudes:
 
 
 def numbers(values: list[Tensor | None] | list[Tensor]) -> list[Any]:
-    """As plain numbers, from the device in one go; None stays."""
+    """Plain numbers, copied from the device together; None stays None."""
     known = iter(torch.stack([v.double() for v in values if v is not None] or [torch.zeros(())]).tolist())
     return [None if v is None else next(known) for v in values]
 
@@ -64,39 +64,39 @@ def numbers(values: list[Tensor | None] | list[Tensor]) -> list[Any]:
 @contextmanager
 def measuring(stack: DepthStack) -> Iterator[Magnitudes]:
     """While open, one pass through the stack is measured, whatever path its mixers take; its backward pass too."""
-    found = Magnitudes()
+    measured = Magnitudes()
     plain = {id(m): (m.read, m.write) for m in stack.all_mixers()}
     begin = stack.begin
 
     def measured_begin(x: Tensor) -> State:
-        found.embedding = rms_over_tokens(x)
+        measured.embedding = rms_over_tokens(x)
         return begin(x)
 
     def read(mixer: DepthMixer, state: State) -> tuple[Tensor, Any]:
         h, carry = plain[id(mixer)][0](state)
-        h = watched(h, found.read_gradients, len(found.reads))
-        found.reads.append(rms_over_tokens(h))
+        h = with_gradient_norm(h, measured.read_gradients, len(measured.reads))
+        measured.reads.append(rms_over_tokens(h))
         return h, carry
 
     def write(mixer: DepthMixer, state: State, carry: Any, y: Tensor) -> State:
         if isinstance(y, Tensor):
-            y = watched(y, found.output_gradients, len(found.outputs))
-            found.outputs.append(rms_over_tokens(y))
+            y = with_gradient_norm(y, measured.output_gradients, len(measured.outputs))
+            measured.outputs.append(rms_over_tokens(y))
         after = plain[id(mixer)][1](state, carry, y)
         with torch.no_grad():
-            kept = mixer.streams(after[: stack.spec(len(found.outputs)).essential])
+            kept = mixer.streams(after[: stack.spec(len(measured.outputs)).essential])
             made = [t if t.dim() > y.dim() else t.unsqueeze(-2) for t in kept if all(t is not old for old in state)]
-            found.states.append([stream_norms(streams) for streams in made])
-            apart = [stream_distance(streams) for streams in made if streams.shape[-2] > 1]
-            found.distances.append(apart[0] if apart else None)
+            measured.states.append([stream_norms(streams) for streams in made])
+            distances = [stream_distance(streams) for streams in made if streams.shape[-2] > 1]
+            measured.distances.append(distances[0] if distances else None)
         return after
 
     with replaced(stack, measured_begin, read, write):
-        yield found
+        yield measured
 
 
-def watched(x: Tensor, gradients: dict[int, Tensor], index: int) -> Tensor:
-    """`x` under a name of its own in the graph; the norm of its gradient goes to `gradients[index]`."""
+def with_gradient_norm(x: Tensor, gradients: dict[int, Tensor], index: int) -> Tensor:
+    """`x` as a separate node of the graph; the backward pass puts the norm of its gradient into `gradients[index]`."""
     if not torch.is_grad_enabled():
         return x
     x = x.view_as(x) if x.requires_grad else x.detach().requires_grad_()
@@ -110,19 +110,19 @@ def rms_over_tokens(x: Tensor) -> Tensor:
 
 
 def stream_norms(x: Tensor) -> Tensor:
-    """[M] of x [..., M, D]."""
+    """[M]: the norm of each stream of x [..., M, D]."""
     return ops.wide(x).square().sum(-1).reshape(-1, x.shape[-2]).mean(0).sqrt()
 
 
 def stream_distance(x: Tensor) -> Tensor:
     """‖H_i − H_j‖ over ‖H_i‖, both as root mean squares: over pairs of streams i ≠ j, over streams; and over tokens.
 
-    0 where all streams are equal, √2 where they are orthogonal and of one length. Pairs are summed by way of the mean:
+    0 if all streams are equal, √2 if they are orthogonal and equally long. The sum over pairs comes from the mean:
     Σ_{i,j} ‖H_i − H_j‖² = 2m Σ_i ‖H_i − mean‖².
     """
     x, m = ops.wide(x), x.shape[-2]
-    apart = (x - x.mean(-2, keepdim=True)).norm()
-    return (2 * m / (m - 1)) ** 0.5 * apart / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
+    deviation = (x - x.mean(-2, keepdim=True)).norm()
+    return (2 * m / (m - 1)) ** 0.5 * deviation / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
 
 
 def rms(x: Tensor) -> Tensor:

@@ -28,26 +28,26 @@ class Record:
 def recording(stack: DepthStack) -> Iterator[Record]:
     """While open, the stack's mixers run coeff → combine → value → update, never a fast path, and are recorded.
 
-    Where gradients are enabled the pass itself is the model's own, for its graph; coefficients are computed beside it.
+    With gradients enabled the model's own pass runs, for its graph, and the coefficients are computed separately.
     """
     record = Record()
 
     def begin(x: Tensor) -> State:
         if record.embedding is not None:
-            raise ValueError("begin was called twice; trace one forward pass")
+            raise ValueError("begin was called twice; expected one forward pass per trace")
         record.embedding = x.detach().clone()
         return type(stack).begin(stack, x)
 
     def read(mixer: DepthMixer, state: State) -> tuple[Tensor, Any]:
         site = mixer.site.index
         if site in record.inputs:
-            raise ValueError(f"site {site} was read twice; trace one forward pass, with a mixer for each execution")
-        if record.embedding is None:
-            raise ValueError(f"{stack.name}: begin of the stack was not called; expected it before site {site} is read")
-        if site != len(record.inputs):
             raise ValueError(
-                f"site {site} was read after {len(record.inputs)} others; expected the sites in their order"
+                f"site {site} was read twice; expected one forward pass per trace, with a mixer for each execution"
             )
+        if record.embedding is None:
+            raise ValueError(f"{stack.name}: the stack's begin was not called; expected it before site {site} is read")
+        if site != len(record.inputs):
+            raise ValueError(f"site {site} was read after {len(record.inputs)} others; expected the sites in order")
         if len(record.written) < site:
             raise ValueError(f"site {site - 1} was not written; expected a write after each read, before site {site}")
         mixer.check_state(state)
@@ -62,7 +62,7 @@ def recording(stack: DepthStack) -> Iterator[Record]:
     def write(mixer: DepthMixer, state: State, carry: Any, y: Tensor) -> State:
         site = mixer.site.index
         if site in record.written:
-            raise ValueError(f"site {site} was written twice; trace one forward pass")
+            raise ValueError(f"site {site} was written twice; expected one forward pass per trace")
         essential = state[: mixer.expects.essential]
         y = mixer.checked_output(essential, y)
         with torch.no_grad():
@@ -82,7 +82,7 @@ def replaced(
     read: Callable[[DepthMixer, State], tuple[Tensor, Any]],
     write: Callable[[DepthMixer, State, Any, Tensor], State],
 ) -> Iterator[None]:
-    """While open, a stack and its mixers run these in the place of their methods, or of what had replaced those."""
+    """While open, a stack and its mixers run these instead of their methods (or of earlier replacements)."""
     before: list[tuple[nn.Module, str, Any]] = []
 
     def patch(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
@@ -113,7 +113,7 @@ def recording_values(model: nn.Module) -> Iterator[list[tuple[KVMixer, Any, Tens
 
         return coeff
 
-    # A stack holds executions that share the parameters of another one and are no modules of the model.
+    # A KVStack also holds mixers that share another one's parameters and are not modules of the model.
     parts = [part for m in model.modules() for part in (m if isinstance(m, KVStack) else [m])]
     mixers = [m for m in parts if isinstance(m, KVMixer)]
     try:
@@ -126,7 +126,7 @@ def recording_values(model: nn.Module) -> Iterator[list[tuple[KVMixer, Any, Tens
 
 
 def copy_coefficients(c: Any) -> Any:
-    """As they are now: some are parameters, which the next optimiser step changes."""
+    """A copy: some coefficients are parameters, which the next optimiser step changes."""
     if isinstance(c, Tensor):
         return c.detach().clone()
     if isinstance(c, tuple):

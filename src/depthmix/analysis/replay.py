@@ -1,6 +1,6 @@
-"""Linear maps run again under recorded coefficients: the depth mixing matrix, contributions, values, weights.
+"""Replay the linear maps with recorded coefficients: the depth mixing matrix, contributions, values, weights.
 
-The source axis is put in front of all others, so that a mechanism's own code serves unchanged.
+The source axis is put in front of all others, so that a mechanism's own code can be used unchanged.
 
 Axes: ... token, D channel, G group of channels with weights of their own (1, heads or D), L sublayers, i source,
 H head of the weights, C source that a mechanism names.
@@ -19,7 +19,7 @@ from depthmix.mechanisms import DepthStack, KVMixer, State
 
 
 def value_matrix(layers: Sequence[tuple[KVMixer, Any, Tensor]]) -> Tensor | None:
-    """[B, T, K, N, N] by replaying the mixers on one-hot values; None where no attention mixes values."""
+    """[B, T, K, N, N] by replaying the mixers on one-hot values; None if no attention layer mixes values."""
     if not layers:
         return None
     n, k = len(layers), layers[0][2]
@@ -36,7 +36,7 @@ def value_matrix(layers: Sequence[tuple[KVMixer, Any, Tensor]]) -> Tensor | None
 def replay(
     stack: DepthStack, coefficients: Sequence[Any], sources: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[State]]:
-    """Rows and states that the linear maps give for other sources, under recorded coefficients."""
+    """The rows and states that the linear maps give for other sources, with recorded coefficients."""
     assert stack.out is not None
     state = next(iter(stack)).begin(sources[0])
     rows, states = [], [state]
@@ -74,7 +74,7 @@ def operator_parts(stack: DepthStack, coefficients: Sequence[Any], written: Sequ
     streams = [s[0].flatten(-2) for s in states]  # [i, ..., M·D] before each row
     first = torch.stack([streams[i][i] for i in range(n)])  # each write as it entered
     tiny = torch.finfo(first.dtype).tiny
-    direction = first / first.abs().amax(-1, keepdim=True).clamp(min=tiny)  # nothing of the writes' size is squared
+    direction = first / first.abs().amax(-1, keepdim=True).clamp(min=tiny)  # squares of large writes overflow
     scale = (first * direction).sum(-1).clamp(min=tiny)
     gain = torch.stack([(s * direction).sum(-1) / scale for s in streams])  # [row, i, ...]
     causal = torch.ones(n, n, device=gain.device).tril().view(n, n, *[1] * (gain.dim() - 2))
@@ -85,13 +85,13 @@ class Weights(NamedTuple):
     """Weights over the sources that a mechanism names."""
 
     weights: Tensor  # [..., (H,) L+1, C], 0 where a row does not read
-    source_names: list[str]  # of the C sources
+    source_names: list[str]  # names of the C columns
     reads: list[list[int]]  # columns that each row reads, the newest last
     partial: list[bool]  # whether the newest source of a row is still growing
 
 
 def weights_over_sources(stack: DepthStack, coefficients: Sequence[Any], x: Tensor) -> Weights | None:
-    """What each row says of its sources, in one table; None where no row weights a list of sources."""
+    """The weights of all rows over their sources, in one table; None if no row weights a list of sources."""
     rows = [mixer.source_weights(c) for mixer, c in zip(stack.all_mixers(), coefficients, strict=True)]
     columns: dict[str, int] = {}
     for row in rows:

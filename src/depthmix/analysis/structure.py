@@ -20,7 +20,7 @@ def semiseparable_rank(M: Tensor, tol: float = 1e-6) -> Tensor:
     the mean of matrices of rank 1 has a higher rank.
     """
     if not 0 <= tol < 1:
-        raise ValueError(f"tol={tol}; expected a share of the largest singular value, at least 0 and below 1, as 1e-6")
+        raise ValueError(f"tol={tol}; expected a share of the largest singular value in [0, 1), such as 1e-6")
     rank = torch.zeros(M.shape[:-2], dtype=torch.long, device=M.device)
     for s in block_spectra(M):
         rank = torch.maximum(rank, ((s > tol * s[..., :1]) & (s > 0)).sum(-1))
@@ -42,10 +42,10 @@ def block_spectra(M: Tensor) -> Iterator[Tensor]:
         raise ValueError(f"M has shape {list(M.shape)}; expected [..., n, n], a row for each sublayer and the head")
     check_floating(M)
     if not torch.isfinite(M).all():
-        raise ValueError("M has entries that are not finite; expected numbers: look for an overflow in the model")
+        raise ValueError("M has entries that are not finite; expected finite numbers. Check the model for overflow")
     if M.triu(1).any():
         raise ValueError(
-            "M has entries above its diagonal; expected a lower-triangular matrix: a layer reads from below"
+            "M has entries above its diagonal; expected a lower-triangular matrix: a layer reads only layers below it"
         )
     M = M.detach().double()
     for r in range(M.shape[-1]):
@@ -63,17 +63,17 @@ def row_sums(M: Tensor) -> Tensor:
 
 
 def shares(weights: Tensor) -> Tensor:
-    """|weights| with each row normalised to 1; a row of zeros stays one."""
+    """|weights| with each row normalised to 1; a row of zeros stays zero."""
     check_floating(weights)
     size = weights.abs()
     return size / size.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 def sinks(M: Tensor, reads: Sequence[Sequence[int]] | None = None) -> Tensor:
-    """[..., C]: the share of all later reading that each source draws.
+    """[..., C]: each source's mean share in the rows that can read it.
 
-    For each row |M| is normalised to 1; a source's share is its mean over the rows that can read it. Uniform reading
-    gives a falling curve, a sink stands out of it. `M` can also be weights [..., L+1, C] over C sources; `reads` then
+    Each row of |M| is normalised to 1; a source's share is its mean over the rows that can read it. Uniform reads give
+    a falling curve, from which a sink stands out. `M` can also be weights [..., L+1, C] over C sources; `reads` then
     says which of them each row reads.
     """
     share = shares(M)
@@ -88,14 +88,14 @@ def row_entropy(weights: Tensor) -> Tensor:
 
 
 def locality(weights: Tensor, reads: Sequence[Sequence[int]] | None = None) -> Tensor:
-    """[..., L+1]: each row's share on its newest source, the last that it reads (in M the diagonal)."""
+    """[..., L+1]: the share of each row that its newest source has, the last one it reads (in M the diagonal)."""
     newest = [row if reads is None else (reads[row] or [0])[-1] for row in range(weights.shape[-2])]
     index = torch.tensor(newest, device=weights.device).unsqueeze(-1).expand(*weights.shape[:-1], 1)
     return shares(weights).gather(-1, index).squeeze(-1)
 
 
 def token_deviation(weights: Tensor, tokens: int) -> Tensor:
-    """Standard deviation over tokens, the first `tokens` axes, of each share: the other axes stay."""
+    """Standard deviation of each share over tokens (the first `tokens` axes); the other axes stay."""
     share = shares(weights)
     share = share.flatten(0, tokens - 1) if tokens else share.unsqueeze(0)
     return (share - share.mean(0)).square().mean(0).sqrt()

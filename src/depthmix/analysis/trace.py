@@ -1,4 +1,4 @@
-"""Read the depth mixing matrix off a running model.
+"""Measure the depth mixing matrix of a model.
 
 The coefficients of a real forward pass are recorded; the linear maps are then replayed on one-hot sources.
 
@@ -62,7 +62,7 @@ class Trace:
     weights: α as [..., L+1, C] over C sources, with heads [..., H, L+1, C], 0 where a row does not read; None where the
         mechanism does not weight a list of sources. A block of Block AttnRes is one source here; in M every output of
         the block has its weight.
-    source_names: of the C columns of `weights`.
+    source_names: names of the C columns of `weights`.
     reads: the columns of `weights` that each row reads, the newest last; empty where a row has no weights.
     partial: for each row, whether its newest source is still growing: the running sum of a block.
     coefficients: what each site computed, as its mechanism returns it. Not saved.
@@ -96,7 +96,7 @@ class Trace:
         if self.parts is not None:
             return self.parts[row]
         if self.channels is not None:
-            raise ValueError("this trace holds a few channels of M only; trace without `channels` for contributions")
+            raise ValueError("this trace has only some channels of M; for contributions, trace without `channels`")
         weights = self.M[..., row, :].movedim(-1, 0)  # [L+1, ..., (G)]
         weights = weights.unsqueeze(-1) if self.kind == "scalar" else weights
         return weights.repeat_interleave(self.sources.shape[-1] // weights.shape[-1], -1) * self.sources
@@ -118,20 +118,20 @@ class Trace:
     def row_sums(self) -> Tensor:
         return row_sums(self.M)
 
-    # The following are taken from the weights over sources where the mechanism has them, from M otherwise.
+    # The methods below use the weights over sources if the mechanism has them, otherwise M.
 
     @property
     def shares_of(self) -> Literal["weights", "M"]:
-        """What `sinks`, `entropy`, `locality` and `spread` are taken from."""
+        """The tensor that `sinks`, `entropy`, `locality` and `spread` are computed from."""
         return "M" if self.weights is None else "weights"
 
     @property
     def shares_read(self) -> tuple[Tensor, list[list[int]] | None]:
-        """That tensor, and which of its columns each row reads (None: all up to the diagonal)."""
+        """That tensor, and the columns of it that each row reads (None: all up to the diagonal)."""
         return (self.M, None) if self.weights is None else (self.weights, self.reads)
 
     def sinks(self) -> Tensor:
-        """[..., C] or [..., L+1]: the share of all later reading that each source draws."""
+        """[..., C] or [..., L+1]: each source's mean share in the rows that can read it."""
         return sinks(*self.shares_read)
 
     def entropy(self) -> Tensor:
@@ -139,11 +139,11 @@ class Trace:
         return row_entropy(self.shares_read[0])
 
     def locality(self) -> Tensor:
-        """[..., L+1]: each row's share on its newest source."""
+        """[..., L+1]: the share of each row that its newest source has."""
         return locality(*self.shares_read)
 
     def embedding_share(self) -> Tensor:
-        """[..., L+1]: each row's share on the embedding."""
+        """[..., L+1]: the share of each row that the embedding has."""
         return shares(self.shares_read[0])[..., 0]
 
     def deviation(self) -> Tensor:
@@ -151,7 +151,7 @@ class Trace:
         return token_deviation(self.shares_read[0], self.sources.dim() - 2)
 
     def spread(self) -> Tensor:
-        """[(H,) L+1]: how far the shares of tokens lie from their mean: the root of the summed variances of a row."""
+        """[(H,) L+1]: how much shares vary over tokens: the root of the sum of a row's variances."""
         return self.deviation().square().sum(-1).sqrt()
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -176,7 +176,7 @@ class Trace:
         known = isinstance(fields, dict) and set(METADATA) <= set(fields) <= {*METADATA, *OPTIONAL_METADATA}
         complete = known and set(TENSORS) <= set(tensors) <= {*TENSORS, *OPTIONAL_TENSORS}
         if not complete or fields["kind"] not in SUMMARY:
-            raise ValueError(f"{path} is a safetensors file but no trace; expected one that Trace.save wrote")
+            raise ValueError(f"{path} is a safetensors file but not a trace; expected one that Trace.save wrote")
         return cls(**tensors, **fields)
 
 
@@ -189,15 +189,15 @@ def trace(
     channels: Sequence[int] | None = None,
     **inputs: Any,
 ) -> Trace:
-    """Run `model` once and read its depth mixing matrix.
+    """Run `model` once and measure its depth mixing matrix.
 
     Args:
         model: any module that runs the protocol through one `DepthStack`, or a `DepthStack` itself.
-        x: what the model takes (tokens); for a bare stack the embedding `[..., D]`.
+        x: the model's input (tokens); for a bare stack the embedding `[..., D]`.
         sublayers: for a bare stack, its sublayers: a list of callables.
         channels: where weights differ by channel, which of them to keep in M (all by default; M has (L+1)² entries for
             each token and channel).
-        inputs: what else the model takes, by keyword.
+        inputs: further keyword arguments of the model.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"trace got a {type(model).__name__}; expected an nn.Module that runs a DepthStack")
@@ -215,8 +215,10 @@ def trace(
 
 @contextmanager
 def tracing(model: nn.Module) -> Iterator[Callable[[Sequence[int] | None], Trace]]:
-    """While open, one forward pass of `model` is recorded, with its graph if there is one. What is yielded makes its
-    trace afterwards, from the channels of M to keep (None: all)."""
+    """While open, one forward pass of `model` is recorded, with its graph if there is one.
+
+    Yields a function that makes the trace afterwards; its argument lists the channels of M to keep (None: all).
+    """
     stack = model if isinstance(model, DepthStack) else find_stack(model)
 
     @torch.no_grad()
@@ -232,8 +234,8 @@ def tracing(model: nn.Module) -> Iterator[Callable[[Sequence[int] | None], Trace
 def find_stack(model: nn.Module) -> DepthStack:
     stacks = {name: m for name, m in model.named_modules() if isinstance(m, DepthStack)}
     if len(stacks) != 1:
-        count = f"{len(stacks)} of them ({', '.join(stacks)})" if stacks else "none"
-        raise ValueError(f"{type(model).__name__} holds {count}; expected one DepthStack among its modules")
+        names = f" ({', '.join(stacks)})" if stacks else ""
+        raise ValueError(f"{type(model).__name__} contains {len(stacks)} DepthStacks{names}; expected exactly one")
     return next(iter(stacks.values()))
 
 

@@ -76,7 +76,7 @@ def make_step(model: Decoder, row: torch.Tensor) -> Callable[[], None]:
 
 
 def sharing(plain: Decoder, config: DecoderConfig) -> Decoder:
-    """A decoder with the weights of another: they differ in their mixers and nothing else."""
+    """A decoder with the weights of another: they differ in their mixers only."""
     with torch.device("meta"):
         model = Decoder(config)
     model.depth.to_empty(device="cpu")
@@ -88,6 +88,6 @@ def sharing(plain: Decoder, config: DecoderConfig) -> Decoder:
         model.depth.reset_parameters()
         for mixer in model.kv_mixers:
             mixer.reset_parameters()  # type: ignore[operator]
-        for parameter in model.depth.parameters():  # off their start: no product with a zero flatters it
+        for parameter in model.depth.parameters():  # away from the start, where products with zeros may be faster
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
     return model.train(plain.training)

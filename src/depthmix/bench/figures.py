@@ -1,8 +1,9 @@
-"""Pictures of a saved result. Needs matplotlib: pip install 'depthmix[report]'."""
+"""Figures of a saved result. Needs matplotlib: pip install 'depthmix[figures]'."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from depthmix.bench.mixing import MIXING, MIXING_CPU
 from depthmix.bench.read import BOTH, FORWARD
 from depthmix.bench.report import CONTROL, Report, Row
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # told apart by everyone
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # safe for colour blindness
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WAYS = (FORWARD, BOTH)
 BOUND = {"color": "0.25", "linestyle": "--", "linewidth": 1.2}
@@ -19,6 +20,7 @@ BOUND = {"color": "0.25", "linestyle": "--", "linewidth": 1.2}
 
 def draw_all(report: Report, folder: Path) -> dict[str, Path]:
     """A PNG for each part that was measured, by its name."""
+    report = replace(report, rows=[row for row in report.rows if row.figure is not None])
     drawn = {}
     parts = {
         "read": draw_read,
@@ -77,14 +79,14 @@ def draw_ratios(report: Report, parts: Sequence[str], title: str) -> Any:
     series = {part: {r.what: r for r in report.of(part)} for part in parts if report.of(part)}
     if not series:
         return None
-    figure, axis = labelled(series, title, "time over the plain residual's (less is better)")
+    figure, axis = labelled(series, title, "time relative to the plain residual (less is better)")
     axis.axvline(1, color="0.6", linewidth=1)
     legend_below(figure, axis)
     return figure
 
 
 def labelled(series: dict[str, dict[str, Row]], title: str, unit: str) -> tuple[Any, Any]:
-    """A line a variant: a point with its interval for each series, its bound as a dashed mark."""
+    """One line per variant: a point with its interval for each series, its bound as a dashed mark."""
     names = list(dict.fromkeys(name for rows in series.values() for name in rows))
     figure = new_figure()
     figure.set_size_inches(8, 1.4 + 0.22 * len(names) * (len(series) + 0.6))
@@ -96,7 +98,7 @@ def labelled(series: dict[str, dict[str, Row]], title: str, unit: str) -> tuple[
         points(axis, [*rows.values()], at, k, label)
         for row, y in zip(rows.values(), at, strict=True):
             if row.bound is not None:
-                label_once = "" if bounded else "aimed at: at most"
+                label_once = "" if bounded else "target: at most"
                 axis.vlines(row.bound, y - height / 2, y + height / 2, **BOUND, label=label_once)
                 bounded = True
     axis.set_yticks(range(len(names)), names)
@@ -127,7 +129,7 @@ def spread(rows: Sequence[Row]) -> list[list[float]]:
 
 def draw_memory(report: Report) -> Any:
     kept, peak = report.of("kept"), [row for row in report.of("peak") if row.figure is not None]
-    panels = [(kept, "kept for the backward pass beyond the residual's\n(kB a token)", 1e-3)] if kept else []
+    panels = [(kept, "kept for the backward pass beyond the residual's\n(kB per token)", 1e-3)] if kept else []
     panels += [(peak, "peak of one training step\n(MB beyond the model itself)", 1.0)] if peak else []
     if not panels:
         return None
@@ -138,7 +140,7 @@ def draw_memory(report: Report) -> Any:
         axis.barh([row.what for row in rows], [(row.figure or 0.0) * scale for row in rows], color=COLOURS[0])
         for y, row in enumerate(rows):
             if row.bound is not None:
-                axis.vlines(row.bound * scale, y - 0.45, y + 0.45, **BOUND, label="aimed at: at most")
+                axis.vlines(row.bound * scale, y - 0.45, y + 0.45, **BOUND, label="target: at most")
                 legend_below(figure, axis)
         axis.invert_yaxis()
         axis.set_xlabel(unit)
@@ -151,9 +153,9 @@ def draw_memory(report: Report) -> Any:
 
 def draw_growth(report: Report) -> Any:
     panels = [
-        ("sources", "number of sources", "time of a read for each source\nover that with the fewest"),
-        ("depth", "depth (sublayers)", "step over the residual's"),
-        ("width", "width D", "step over the residual's"),
+        ("sources", "number of sources", "time of a read per source,\nrelative to the fewest sources"),
+        ("depth", "depth (sublayers)", "step relative to the residual"),
+        ("width", "width D", "step relative to the residual"),
     ]
     panels = [panel for panel in panels if report.of(panel[0])]
     if not panels:
@@ -171,7 +173,7 @@ def draw_growth(report: Report) -> Any:
             axis.errorbar(at, middle, yerr=spread(line), label=name, **style)
         for row in rows:
             if row.bound is not None:
-                axis.axhline(row.bound, **BOUND, label=f"aimed at: at most, for {row.at}")
+                axis.axhline(row.bound, **BOUND, label=f"target: at most, for {row.at}")
         axis.axhline(1, color="0.6", linewidth=1)
         ticks = sorted({row.at for row in rows if row.at is not None})
         axis.set_xscale("log", base=2)

@@ -1,4 +1,4 @@
-"""How the cost grows: of a read with the number of its sources, of a training step with depth and with width."""
+"""How cost grows: that of a read with the number of its sources, that of a training step with depth and width."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from depthmix.bench.timing import measure, paired
 
 
 def run_sources(rounds: int, counts: Sequence[int], tokens: int, dim: int) -> dict[str, dict[str, list[float]]]:
-    """Time of a read, forward and backward, for each source, against that with the fewest sources.
+    """Time of a read per source, forward and backward, relative to that with the fewest sources.
 
-    The fewest are timed twice: their row is the second time over the first, the control of the others.
+    The read with the fewest is timed twice: its row, the second time over the first, is the control of the others.
     """
     timed: dict[str, Callable[[], None]] = {}
     for count in counts:

@@ -1,4 +1,4 @@
-"""A step of `depthmix train` against the bare one: what the loop adds to forward, backward and optimiser."""
+"""A step of `depthmix train` against a bare one: what the loop adds to forward, backward and optimiser."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOP, ALONE = "depthmix train", "without the optimiser"
 
 
 def run(model: Mapping[str, Any], tokens: int, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Both work on one model, in turns: next batch, clipping, the look at the loss and metrics are the loop's own."""
+    """Both train one model, in turns; the loop adds the next batch, clipping, the check of the loss and metrics."""
     with tempfile.TemporaryDirectory() as folder:
         run = loop.begin(prepared(Path(folder), model, tokens), torch.device("cpu"), lambda event: None)
         try:
@@ -30,7 +30,7 @@ def run(model: Mapping[str, Any], tokens: int, rounds: int) -> dict[str, dict[st
 
 
 def prepared(folder: Path, model: Mapping[str, Any], tokens: int) -> TrainConfig:
-    """A run that never ends, on text that says nothing, so that the steps are all that takes time."""
+    """A run without end on random text, so that only the steps take time."""
     source = folder / "text"
     source.mkdir()
     letters = random.Random(0)

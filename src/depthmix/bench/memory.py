@@ -16,11 +16,11 @@ from depthmix.bench.model import BenchModel, Size, build, tokens_for
 from depthmix.ops.memory import status
 
 CLEAR = Path("/proc/self/clear_refs")
-UNAVAILABLE = "not available: peak memory is read from Linux's /proc/self"
+UNAVAILABLE = "not available: peak memory is read from /proc/self, which only Linux has"
 
 
 def run(mixer: str, options: Mapping[str, Any], size: Mapping[str, int]) -> dict[str, float | None]:
-    """Bytes a token that the graph keeps, and bytes of peak memory; meant for a process of its own."""
+    """Bytes per token that the graph keeps, and bytes of peak memory; meant for a process of its own."""
     full = Size(**size)
     x = tokens_for(full)
     warm = build(mixer, options, replace(full, dim=64, hidden=64, tokens=2))  # loads libraries and kernels
@@ -37,7 +37,7 @@ def training_step(model: BenchModel, x: Tensor) -> None:
 def peak_bytes(model: BenchModel, x: Tensor) -> float | None:
     """Peak of the resident memory during one training step, beyond what was resident before; None where unknown.
 
-    Gradients are part of it: the same for every mechanism but for its own few parameters.
+    Gradients are included: they are the same for every mechanism except for its own few parameters.
     """
     if not CLEAR.exists():
         return None
@@ -45,7 +45,7 @@ def peak_bytes(model: BenchModel, x: Tensor) -> float | None:
     gc.collect()
     try:
         give_back_free_memory()
-        CLEAR.write_text("5")  # the high-water mark begins anew
+        CLEAR.write_text("5")  # resets the high-water mark
         before = status("VmRSS")
         training_step(model, x)
         return float(max(status("VmHWM") - before, 0))
@@ -54,7 +54,7 @@ def peak_bytes(model: BenchModel, x: Tensor) -> float | None:
 
 
 def give_back_free_memory() -> None:
-    """Memory that malloc kept for itself would be used by the step and not counted."""
+    """Otherwise the step would use memory that malloc had kept, and it would not be counted."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -66,7 +66,7 @@ def kept_bytes_per_token(name: str, options: Mapping[str, Any], size: Size) -> f
 
 
 def kept_bytes(model: nn.Module, x: Tensor, **inputs: Any) -> float:
-    """Bytes a token of the storages that the graph of `model(x)` holds, each counted once; not parameters, not x."""
+    """Bytes per token of the storages that the graph of `model(x)` holds, each once; without parameters and x."""
     excluded = {p.untyped_storage().data_ptr() for p in model.parameters()} | {x.untyped_storage().data_ptr()}
     storages: dict[int, Tensor] = {}
 

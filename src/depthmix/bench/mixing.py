@@ -1,7 +1,8 @@
 """The time that a mechanism itself takes in a training step, without the time of the sublayers.
 
-The stack runs forward and backward with `CheapSublayer`s, and so does the plain residual. The difference over the
-residual's real step is what the mechanism adds: noise of 8 % on an effect of 4 % is 0.3 %, on a whole step it is 8 %.
+The stack runs forward and backward with `CheapSublayer`s, and so does the plain residual. Their difference, divided by
+the residual's real step, is what the mechanism adds: noise of 8 % in an effect of 4 % is 0.3 % of a step; in a whole
+step it would be 8 %.
 
 Axes: B batch, T token, D channel.
 """
@@ -27,12 +28,12 @@ REAL = "residual, whole step"
 MIXING, MIXING_CPU = "mixing", "mixing by processor time"  # 1 + (mechanism − residual) / real step
 MIXING_MS, MIXING_CPU_MS = "mixing, milliseconds", "mixing, milliseconds of processor time"
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-TURNS = 3  # of each stack in a round; their median counts. They are cheap beside the real step
+TURNS = 3  # of each stack per round, of which the median counts; they are cheap compared with the real step
 Times = Mapping[str, Sequence[float]]
 
 
 class ReplacedSublayer(torch.autograd.Function):
-    """A node of the graph that keeps its input, as a PreNorm does, and computes nothing."""
+    """A node of the graph that saves its input, as a PreNorm does, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, anchor: Tensor, stored: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -49,10 +50,10 @@ class ReplacedSublayer(torch.autograd.Function):
 
 
 class CheapSublayer(nn.Module):
-    """Stands for `sublayer`: a fresh output of its size, and a fresh gradient of its input, both copied from a store.
+    """Replaces `sublayer`: a fresh output of its size and a fresh gradient of its input, both copies of stored tensors.
 
-    Outputs are tensors of their own, just written and owned by nobody else, as a product's result is. The weights of
-    the real sublayer are read once in each direction: sources leave the caches between reads, as they do in a network.
+    Outputs are new tensors that nothing else refers to, as the result of a product is. The weights of the real sublayer
+    are read once in each direction: sources leave the processor's caches between reads, as they do in a network.
     """
 
     def __init__(self, sublayer: nn.Module, stored: Tensor) -> None:
@@ -119,7 +120,7 @@ def medians_of_turns(times: Mapping[tuple[str, int], Sequence[float]]) -> dict[s
 
 
 def mixing_ratios(times: Times) -> dict[str, list[float]]:
-    """1 + (mechanism − residual) / real step, round by round; the control, last, has the residual for its mechanism."""
+    """1 + (mechanism − residual) / real step, round by round; for the control, last, the mechanism is the residual."""
     shown = [*(name for name in times if name not in (REAL, BASELINE, CONTROL)), CONTROL]
     return {
         name: [1 + (a - b) / c for a, b, c in zip(times[name], times[BASELINE], times[REAL], strict=True)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from depthmix.bench.mixing import MIXING, MIXING_CPU, MIXING_CPU_MS, MIXING_MS, REAL
 from depthmix.bench.read import READ, READ_KEPT
-from depthmix.bench.report import BASELINE, SOURCES, Report, Row
+from depthmix.bench.report import BASELINE, KEPT, RUNS, SOURCES, Report, Row
 
 SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     (
@@ -17,19 +17,19 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         "One read",
         (
             (READ, "In an ordinary process:"),
-            (READ_KEPT, "In a process that keeps freed memory (`ops.keep_freed_memory`), for all alike:"),
+            (READ_KEPT, "In a process that keeps freed memory (`ops.keep_freed_memory`), for all readers:"),
         ),
     ),
     (
         "mixing",
         "The time of mixing",
-        ((MIXING, "1 + (mechanism − residual) / real step of the residual, without the sublayers' own time:"),),
+        ((MIXING, "1 + (mechanism − residual) / real step of the residual, without the time of the sublayers:"),),
     ),
     (
         "step",
         "A training step",
         (
-            ("step", "Forward and backward without an optimiser, over the plain residual's time:"),
+            ("step", "Forward and backward without an optimiser, relative to the plain residual:"),
             ("forward", "Forward alone:"),
             ("compiled step", "Forward and backward under `torch.compile`:"),
             ("compiled forward", "Forward alone under `torch.compile`:"),
@@ -39,28 +39,28 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         "decoder",
         "The decoder",
         (
-            ("decode", "One new token for each sequence, over the plain residual's time:"),
+            ("decode", "One new token for each sequence, relative to the plain residual:"),
             ("compiled decode", "The same under `torch.compile`:"),
-            ("value step", "A training step with values mixed over depth inside attention, over one without:"),
-            ("loop", "A step of `depthmix train`, over forward, backward and optimiser alone:"),
+            ("value step", "A training step with values mixed over depth inside attention, relative to one without:"),
+            ("loop", "A step of `depthmix train`, relative to forward, backward and optimiser alone:"),
         ),
     ),
     (
         "memory",
         "Memory",
         (
-            ("kept", "What the graph of one forward keeps for the backward pass, beyond the plain residual's:"),
+            (KEPT, "Memory that the graph of one forward keeps for the backward pass, beyond the plain residual's:"),
             ("peak", "Peak of the resident memory during one training step, beyond what was resident before it:"),
-            ("peak over the residual's", "The same, over the residual's:"),
+            ("peak over the residual's", "The same, relative to the residual:"),
         ),
     ),
     (
         "growth",
         "Growth",
         (
-            (SOURCES, "Time of a read, forward and backward, for each source, over that with the fewest sources:"),
-            ("depth", "A training step over the plain residual's, by depth (sublayers):"),
-            ("width", "A training step over the plain residual's, by width D:"),
+            (SOURCES, "Time of a read per source, forward and backward, relative to the fewest sources:"),
+            ("depth", "A training step relative to the plain residual's, by depth (sublayers):"),
+            ("width", "A training step relative to the plain residual's, by width D:"),
         ),
     ),
 )
@@ -69,11 +69,17 @@ WHAT_MIXING_MEASURES = (
     "The stack runs forward and backward at its real size, with sublayers that compute nothing: each returns a fresh "
     "copy of a stored tensor as its output and another as the gradient of its input, and keeps its input for the "
     "backward pass as a PreNorm does, so that reads, writes and their gradients work on as many distinct tensors as in "
-    "training. Each of them also reads the weights of the real sublayer once in either direction, so that sources "
-    "leave the caches between two reads as they do in a network; what this and the copies cost is the same for the "
-    "residual and drops out of the difference. Left out is what a mechanism changes in the time of the sublayers "
-    "themselves, which the whole step, beside it, contains with all its noise, and what a compiler would fuse with "
-    "them."
+    "training. Each of them also reads the weights of the real sublayer once in each direction, so that sources "
+    "leave the processor's caches between two reads as they do in a network; the cost of this and of the copies is the "
+    "same for the residual and cancels in the difference. Not included are changes that a mechanism causes in the time "
+    "of the sublayers themselves, which the column of the whole step contains with all its noise, and what a compiler "
+    "would fuse with the sublayers."
+)
+
+
+QUICK_NOTE = (
+    "Quick sizes show that each part runs. Times and peak memory mean nothing at these sizes and are not shown; run "
+    "without --quick to measure them."
 )
 
 
@@ -103,15 +109,15 @@ def introduction(report: Report) -> list[str]:
     return [
         f"    {report.command}",
         "",
-        f'{report.machine}; reads of attnres and block_attnres by the backend "{report.reads}". Paired rounds, '
-        "variants in rotating order. Of several processes a figure is the median of their medians, and its interval "
-        "goes from the smallest of these to the largest; of one process it is the median with its 95 % confidence "
-        "interval, and the spread between processes, which is larger, is not in it. A bound holds or fails where it is "
-        "farther from the interval than the control, the residual timed a second time, is from 1; otherwise the "
-        'verdict is "undecided", with the interval of the control. Processes in '
-        "which steps are timed keep freed memory (`ops.keep_freed_memory`), for all variants alike; a read is timed in "
-        "an ordinary process and in such a one. This page is generated from the saved results.",
-        *(["", "**Quick sizes: this shows that the benchmark runs, and nothing of speed.**"] if report.quick else []),
+        f'{report.machine}; reads of attnres and block_attnres by the backend "{report.reads}". Rounds are paired, '
+        "with variants in rotating order. With several processes, a figure is the median of their medians, and its "
+        "interval goes from the smallest of these to the largest; with one process, it is the median with its 95 % "
+        "confidence interval, which does not include the larger spread between processes. A bound holds or fails where "
+        "it is farther from the interval than the control (the residual, timed a second time) is from 1; otherwise the "
+        'verdict is "undecided", with the interval of the control. Processes in which steps are timed keep freed '
+        "memory (`ops.keep_freed_memory`), for all variants; a read is timed both with and without that. This page is "
+        "generated from the saved results.",
+        *(["", f"**{QUICK_NOTE}**"] if report.quick else []),
     ]
 
 
@@ -120,7 +126,7 @@ def size_of(report: Report, section: str) -> str:
     if section == "read":
         read = sizes["read"]
         shape = f"{read['sources']} sources, {read['tokens']} tokens, D = {read['dim']}"
-        return f"\n{shape}. A pass is the time to read every source once."
+        return f"\n{shape}. One pass is the time to read every source once."
     if section in ("mixing", "step", "memory"):
         step = sizes["step"]
         shape = (
@@ -144,7 +150,7 @@ def size_of(report: Report, section: str) -> str:
 
 
 def mixing_columns(report: Report) -> dict[str, list[str]]:
-    """Beside each ratio of mixing: the same by processor time, the whole step's, and the milliseconds."""
+    """Columns beside each ratio of mixing: the same by processor time, that of the whole step, and milliseconds."""
     names = [row.what for row in report.of(MIXING)]
     return {
         "by processor time": [figure_of(report, MIXING_CPU, name) for name in names],
@@ -167,14 +173,14 @@ def figure_of(report: Report, part: str, what: str) -> str:
 
 
 def table_of(rows: Sequence[Row], words: str, beside: Mapping[str, list[str]] | None = None) -> list[str]:
-    """Only columns that have something to say; those of `beside` follow the interval."""
+    """Without empty columns; those of `beside` follow the interval."""
     cells = {
         "what": [name_of(row) for row in rows],
         "figure": [figure_text(row) for row in rows],
         "interval": [interval_text(row) for row in rows],
         **(beside or {}),
         "processes × rounds": [f"{len(row.samples)} × {len(row.samples[0])}" if row.samples else "" for row in rows],
-        "aim: at most": ["" if row.bound is None else f"{row.bound:,g}" for row in rows],
+        "target: at most": ["" if row.bound is None else f"{row.bound:,g}" for row in rows],
         "verdict": [row.verdict for row in rows],
         "note": [row.note for row in rows],
     }
@@ -190,7 +196,7 @@ def name_of(row: Row) -> str:
 
 def figure_text(row: Row) -> str:
     if row.figure is None:
-        return "not available"
+        return "" if row.verdict == RUNS else "not available"
     return f"{number(row.figure, row.unit)} {row.unit}"
 
 

@@ -1,4 +1,4 @@
-"""Public implementations of one read that run on a CPU, where they are installed.
+"""Public implementations of one read that run on a CPU, if they are installed.
 
 Axes: S source, T token, D channel. Each peer reads a list of S sources [T, D] with a query [D] and a key weight [D].
 """
@@ -27,7 +27,7 @@ class Peer:
 
 
 def load_fla() -> Reader:
-    """One file, by its place: `fla.ops` imports every kernel and with them Triton, which a CPU does not have."""
+    """One file, by its path: `fla.ops` imports every kernel and with them Triton, which is not available on a CPU."""
     path = importlib.metadata.distribution("fla-core").locate_file("fla/ops/attnres/naive.py")
     spec = importlib.util.spec_from_file_location("fla_naive_attnres", str(path))
     if spec is None or spec.loader is None or not spec.origin:
@@ -87,7 +87,7 @@ def installed() -> tuple[dict[str, tuple[Peer, Reader]], list[str]]:
             importlib.metadata.version(peer.package)
             found[peer.label] = (peer, peer.load())
         except importlib.metadata.PackageNotFoundError:
-            missing.append(f"{peer.package} is not installed and was left out; pip install 'depthmix[bench]' adds it")
+            missing.append(f"{peer.package} is not installed and was skipped; to add it: pip install 'depthmix[bench]'")
         except (ImportError, OSError, AttributeError) as error:
-            missing.append(f"{peer.package} was left out, it does not load: {error}")
+            missing.append(f"{peer.package} was skipped because it cannot be imported: {error}")
     return found, missing

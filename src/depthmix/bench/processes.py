@@ -1,7 +1,7 @@
-"""Jobs in child processes, one after the other: processes differ by more than the spread within one.
+"""Jobs in child processes, one after the other: the spread between processes is larger than that within one.
 
-A job is a function by its name and arguments that JSON can carry, and so is its result. The child is
-`python -m depthmix.bench`: the job comes in through stdin, the result goes out through stdout, stderr is the parent's.
+A job is the name of a function and its arguments; JSON carries it, and its result. The child is
+`python -m depthmix.bench`: it reads the job from stdin and writes the result to stdout; stderr is the parent's.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Job:
     label: str
     target: str  # "module:function"
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    keep: bool = True  # freed memory stays with the process, see `ops.keep_freed_memory`: not where memory is measured
-    seconds: float = 1.0  # a guess, corrected by what earlier jobs took; only the time left depends on it
+    keep: bool = True  # freed memory stays with the process, see `ops.keep_freed_memory`; off where memory is measured
+    seconds: float = 1.0  # a guess, corrected by what earlier jobs took; used for the time left only
 
 
 def run_child(job: Job) -> Any:
@@ -80,9 +80,9 @@ def child() -> int:
 
 
 def run_jobs(jobs: Sequence[Job], journal: Path | None = None) -> list[Any]:
-    """Results in order; before each job one line says which it is and how long all that are left may take.
+    """Results in order; before each job, one line names it and estimates the time left for all jobs.
 
-    Each result goes to `journal` at once, and those that it holds of the same job by the same code are taken from it.
+    Each result is added to `journal` at once; a result that it already holds for the same job and code is used again.
     """
     results, guessed, spent = [], 0.0, 0.0
     took: dict[str, float] = {}
@@ -90,12 +90,12 @@ def run_jobs(jobs: Sequence[Job], journal: Path | None = None) -> list[Any]:
     for number, job in enumerate(jobs):
         mark = mark_of(job, number)
         if mark in known:
-            say(f"[{number + 1}/{len(jobs)}] {job.label}: measured already")
+            say(f"[{number + 1}/{len(jobs)}] {job.label}: already measured")
             results.append(known[mark])
             continue
         pace = spent / guessed if guessed else 1.0
         left = sum(took.get(j.label, j.seconds * pace) for j in jobs[number:])
-        say(f"[{number + 1}/{len(jobs)}] {job.label}; all that is left: about {format_duration(left)}")
+        say(f"[{number + 1}/{len(jobs)}] {job.label}; about {format_duration(left)} left in total")
         begun = time.monotonic()
         results.append(run_child(job))
         if journal is not None:
@@ -108,7 +108,7 @@ def run_jobs(jobs: Sequence[Job], journal: Path | None = None) -> list[Any]:
 
 
 def mark_of(job: Job, number: int) -> str:
-    """Of a job, its place, and the code that it runs."""
+    """A digest of a job, its position, and the code that it runs."""
     identity = [
         job.label,
         job.target,
@@ -132,7 +132,7 @@ def code() -> str:
 
 
 def read_journal(journal: Path | None) -> dict[str, Any]:
-    """Results by the marks of their jobs; a last line that was cut off is left out."""
+    """Results by the marks of their jobs; an incomplete last line is ignored."""
     known: dict[str, Any] = {}
     for line in (
         journal.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -146,19 +146,19 @@ def read_journal(journal: Path | None) -> dict[str, Any]:
 
 
 def progress(label: str) -> Any:
-    """Wrap rounds: how many are done and the time left, drawn between rounds only."""
+    """A wrapper of rounds that shows how many are done and the time left; it draws between rounds only."""
     return lambda rounds: track(rounds, f"  {label}", "rounds", len(rounds))
 
 
 @contextmanager
 def stopwatch() -> Iterator[Callable[[], float]]:
-    """A function that tells the seconds since the block began."""
+    """A function that returns the seconds since the block began."""
     begun = time.monotonic()
     yield lambda: time.monotonic() - begun
 
 
 def merged(results: Iterable[Mapping[str, Mapping[str, list[float]]]]) -> dict[str, dict[str, list[list[float]]]]:
-    """Of {group: {variant: ratios}} of several processes: {group: {variant: [ratios of each process]}}."""
+    """From {group: {variant: ratios}} of several processes to {group: {variant: [ratios of each process]}}."""
     groups: dict[str, dict[str, list[list[float]]]] = {}
     for result in results:
         for group, variants in result.items():

@@ -18,7 +18,7 @@ from depthmix.bench.timing import measure, paired
 
 FORWARD, BOTH = "forward", "forward and backward"
 OURS, NAIVE = "ops.attend", "fla-core naive"
-READ, READ_KEPT = "read", "read, freed memory kept"  # groups: an ordinary process, and one that helps the peers
+READ, READ_KEPT = "read", "read, freed memory kept"  # an ordinary process; one that keeps memory, which favours peers
 
 
 def run(group: str, rounds: int, sources: int, tokens: int, dim: int) -> dict[str, dict[str, list[float]]]:
@@ -100,4 +100,4 @@ def check_same_work(name: str, read: Reader) -> None:
     for ours, theirs in zip(outcome(forced("reference")), outcome(read), strict=True):
         if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5):
             worst = (ours - theirs).abs().max().item()
-            raise ValueError(f"{name} computes something else (off by {worst:.1e}): its time means nothing here")
+            raise ValueError(f"{name} computes something else (it differs by {worst:.1e}): its time is not comparable")

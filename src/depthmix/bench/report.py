@@ -12,7 +12,8 @@ from depthmix.bench.timing import FEWEST, Ratio, Samples, pool
 from depthmix.support.checks import check_option
 from depthmix.support.files import write_text
 
-BASELINE, CONTROL, SOURCES = "residual", "residual again", "sources"
+BASELINE, CONTROL, SOURCES, KEPT = "residual", "residual again", "sources", "kept"
+RUNS = "runs"  # the verdict on everything that depends on time, or on the allocator, at quick sizes
 MODEL = {"layers": int, "dim": int, "vocab_size": int}
 SIZES = {  # what pages and figures read of a report's sizes
     "read": {"sources": int, "tokens": int, "dim": int},
@@ -31,7 +32,7 @@ class Row:
 
     part: str
     what: str
-    figure: float | None  # None: could not be measured here; the note says why
+    figure: float | None  # None: not measured; at quick sizes, or because of what the note says
     unit: str
     low: float | None = None
     high: float | None = None
@@ -39,7 +40,7 @@ class Row:
     verdict: str = ""
     at: int | None = None
     note: str = ""
-    samples: list[list[float]] = field(default_factory=list)  # paired ratios, one list a process
+    samples: list[list[float]] = field(default_factory=list)  # paired ratios, one list per process
 
     def ratio(self) -> Ratio | None:
         """The figure with its interval; None where it has none."""
@@ -64,7 +65,7 @@ class Report:
         return [row for row in self.rows if row.part in parts]
 
     def to_json(self) -> str:
-        """One line a row: samples would otherwise fill a line a number."""
+        """One line per row: otherwise each sample would have a line of its own."""
         head = {name.name: getattr(self, name.name) for name in fields(self) if name.name != "rows"}
         lines = [json.dumps(asdict(row), ensure_ascii=False) for row in self.rows]
         text = json.dumps(head, ensure_ascii=False, indent=2)[:-2]
@@ -81,17 +82,17 @@ class Report:
             return cls(**{**values, "rows": [Row(**row) for row in values["rows"]]})
         except (ValueError, RecursionError) as error:
             hint = "expected a file written by: depthmix bench --output FILE"
-            raise ValueError(f"{origin} is no result of this version of the benchmark ({error}); {hint}") from None
+            raise ValueError(f"{origin} is not a result of this version of the benchmark ({error}); {hint}") from None
 
     @classmethod
     def joined(cls, reports: Sequence[Report]) -> Report:
-        """Several runs of one machine as one: where two measured the same, the first one's rows stay.
+        """Several runs on one machine as one report; of rows that several of them have, the first is kept.
 
-        Verdicts are given again: files of earlier versions may hold others.
+        Verdicts are computed again, since files of earlier versions may hold others.
         """
         first = reports[0]
         if quick := {report.quick for report in reports} - {first.quick}:
-            raise ValueError(f"quick={quick} beside quick={first.quick}; expected full sizes only, or quick ones only")
+            raise ValueError(f"quick={quick} beside quick={first.quick}; expected only full sizes, or only quick ones")
         rows = {(row.part, row.what, row.at): row for report in reversed(reports) for row in report.rows}
         order = dict.fromkeys((row.part, row.what, row.at) for report in reports for row in report.rows)
         return replace(
@@ -99,7 +100,7 @@ class Report:
             machine="; ".join(dict.fromkeys(report.machine for report in reports)),
             command="\n    ".join(report.command for report in reports),
             notes=list(dict.fromkeys(note for report in reports for note in report.notes)),
-            rows=with_verdicts([rows[key] for key in order]),
+            rows=final_rows([rows[key] for key in order], first.quick),
         )
 
     def save(self, path: Path) -> None:
@@ -107,7 +108,7 @@ class Report:
 
 
 def check_shape(name: str, value: object, shape: Any) -> None:
-    """JSON against what it should be: a dataclass, an object by its fields, a list of one shape, or an annotation."""
+    """Check JSON against a shape: a dataclass, an object by its fields, a list of one shape, or an annotation."""
     if isinstance(shape, dict) or is_dataclass(shape):
         known = shape if isinstance(shape, dict) else get_type_hints(shape)
         if not isinstance(value, dict):
@@ -157,6 +158,18 @@ def ratio_rows(
     return with_verdicts(rows)
 
 
+def final_rows(rows: Sequence[Row], quick: bool) -> list[Row]:
+    """Rows with their verdicts. Quick sizes show that each part runs: only the bytes kept mean anything there."""
+    if not quick:
+        return with_verdicts(rows)
+    return [
+        row
+        if row.part == KEPT
+        else replace(row, figure=None, low=None, high=None, bound=None, verdict=RUNS, samples=[])
+        for row in rows
+    ]
+
+
 def with_verdicts(rows: Sequence[Row]) -> list[Row]:
     """Timed rows against their bounds; a row without an interval keeps the verdict that it has."""
     verdicts = [
@@ -169,7 +182,8 @@ def with_verdicts(rows: Sequence[Row]) -> list[Row]:
 def verdict(row: Row, ratio: Ratio, bound: float, rows: Sequence[Row]) -> str:
     """Holds or fails where the bound is farther from the interval than the control is from 1.
 
-    Otherwise undecided, with the control's interval: what the same work differs from itself by is no effect.
+    Otherwise undecided, with the control's interval: a difference as large as that between two timings of the same work
+    is not an effect.
     """
     if len(row.samples) == 1 and len(row.samples[0]) < FEWEST:
         return "undecided (too few rounds)"
@@ -181,7 +195,7 @@ def verdict(row: Row, ratio: Ratio, bound: float, rows: Sequence[Row]) -> str:
 
 
 def control_of(row: Row, rows: Sequence[Row]) -> Ratio | None:
-    """The baseline timed a second time, over itself; of growth with sources, the row with the fewest."""
+    """The baseline, timed a second time, over itself; for growth with sources, the row with the fewest."""
     part = [each for each in rows if each.part == row.part]
     if row.part == SOURCES:
         control = min(part, key=lambda each: each.at or 0)

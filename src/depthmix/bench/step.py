@@ -39,9 +39,9 @@ def ratios(timed: Mapping[str, Callable[[], None]], rounds: int, label: str) -> 
 def variants(
     mixers: Mapping[str, Options], size: Size, compiled: bool = False
 ) -> tuple[dict[str, Callable[[], None]], dict[str, Callable[[], None]]]:
-    """Step and forward of each. All share one set of sublayers: they differ in the mechanism and nothing else.
+    """Step and forward of each. All share one set of sublayers: they differ in the mechanism only.
 
-    The residual runs twice a round: the control says how far to trust the rest.
+    The residual runs twice per round: this control shows how far the other ratios can be trusted.
     """
     x = tokens_for(size)
     plain = build(BASELINE, {}, size)
@@ -55,7 +55,7 @@ def variants(
 
 
 def with_control(timed: Mapping[str, Callable[[], None]]) -> dict[str, Callable[[], None]]:
-    """The residual once more, half a round away: right behind itself it would find its own memory still warm."""
+    """The residual a second time, half a round later: directly after itself it would find its memory in the caches."""
     names = list(timed)
     middle = 1 + len(names) // 2
     order = [*names[:middle], CONTROL, *names[middle:]]
@@ -74,7 +74,7 @@ def compile_now(name: str, model: BenchModel, x: Tensor) -> Callable[[Tensor], T
 
 
 def compiler_options() -> dict[str, Any]:
-    """All models run the same code: without a cache each, one would pay for the guards of the others."""
+    """All models run the same code: without separate caches, one would pay for the guards of the others."""
     known = inspect.signature(torch.compile).parameters
     return {"isolate_recompiles": True} if "isolate_recompiles" in known else {}
 

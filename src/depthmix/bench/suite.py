@@ -1,4 +1,4 @@
-"""What a run of the benchmark consists of: its sizes, its jobs, and the rows made of their results."""
+"""What a run of the benchmark consists of: its sizes, its jobs, and the rows made from their results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from depthmix.bench.model import Size, options_for, size_for
 from depthmix.bench.peers import installed
 from depthmix.bench.processes import Job, merged, run_jobs
 from depthmix.bench.read import FORWARD, READ, READ_KEPT
-from depthmix.bench.report import BASELINE, SOURCES, Report, Row, ratio_rows, with_verdicts
+from depthmix.bench.report import BASELINE, KEPT, SOURCES, Report, Row, final_rows, ratio_rows, with_verdicts
 from depthmix.models import DecoderConfig
 from depthmix.ops.attend import dispatch
 from depthmix.support.checks import check_range
@@ -25,8 +25,8 @@ from depthmix.support.checks import check_range
 Part = Literal["read", "mixing", "step", "decode", "values", "loop", "memory", "growth"]
 PARTS: tuple[Part, ...] = typing.get_args(Part)
 VALUES = ("depth_attention", "value_residual")
-FOCUS = ("block_attnres", "attnres")  # where every mechanism would take hours: compiling, growth
-# Bounds of a mechanism's step are those of `mixing`: whole steps differ by more than what is to be told apart.
+FOCUS = ("block_attnres", "attnres")  # where measuring every mechanism would take hours: compiling, growth
+# A mechanism's step is bounded in `mixing`: the noise of whole steps is larger than the effects to be distinguished.
 BOUNDED = (READ, SOURCES, MIXING, "compiled step", "compiled decode", "value step", "loop")
 UNITS = {READ: "passes", READ_KEPT: "passes", MIXING_MS: "ms", MIXING_CPU_MS: "ms"}
 
@@ -92,15 +92,15 @@ class Settings:
 
 
 def run_suite(settings: Settings, bounds: Mapping[str, float], command: str, journal: Path | None = None) -> Report:
-    """Everything that was asked for; bounds are left aside at quick sizes, where they say nothing of speed.
+    """Everything that was asked for; at quick sizes, whether each part runs and how many bytes it keeps.
 
-    Results of jobs are kept in `journal` until all are there; what it holds already is not measured again.
+    Results of jobs are stored in `journal` until all are complete; those that it already holds are not measured again.
     """
-    jobs = timed_jobs(settings)  # all of them once, then all again: a slow hour touches every part alike
+    jobs = timed_jobs(settings)  # all of them once, then all again: a slow hour affects every part alike
     order = jobs * settings.processes + (memory_jobs(settings) if "memory" in settings.parts else [])
     results = run_jobs(order, journal)
     timed = len(jobs) * settings.processes
-    rows = timed_rows(merged(results[:timed]), settings, {} if settings.quick else bounds)
+    rows = timed_rows(merged(results[:timed]), settings, bounds)
     rows += memory_rows(dict(zip([BASELINE, *settings.mixers], results[timed:], strict=False)), settings.sizes.step)
     return Report(
         machine=f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, float32",
@@ -111,12 +111,12 @@ def run_suite(settings: Settings, bounds: Mapping[str, float], command: str, jou
         quick=settings.quick,
         sizes=settings.sizes.to_dict(),
         notes=installed()[1] if "read" in settings.parts else [],
-        rows=rows,
+        rows=final_rows(rows, settings.quick),
     )
 
 
 def timed_jobs(settings: Settings) -> list[Job]:
-    """The jobs of one process round."""
+    """The jobs of one process of each timed part."""
     sizes, rounds, jobs = settings.sizes, settings.rounds, []
     few = min(rounds, 7)
 
@@ -158,7 +158,7 @@ def timed_jobs(settings: Settings) -> list[Job]:
 
 
 def memory_jobs(settings: Settings) -> list[Job]:
-    """One process a mechanism, once: peaks do not vary as times do."""
+    """One process per mechanism, once: peaks do not vary as times do."""
     size = settings.sizes.step
     return [
         Job(
@@ -199,7 +199,7 @@ def timed_rows(
 
 
 def as_ratio(row: Row) -> Row:
-    """A row of the read that compares two readers is no number of passes."""
+    """A row of the read that compares two readers is not a number of passes."""
     return Row(**{**vars(row), "unit": "×"})
 
 
@@ -223,7 +223,7 @@ def memory_rows(measured: Mapping[str, Mapping[str, float | None]], size: Size) 
             verdict = "" if bound is None else "holds" if extra <= bound else "fails"
             unit = "bytes/token"
             note = f"{extra / (4 * size.dim):.1f} widths D"
-            kept.append(Row(part="kept", what=name, figure=extra, unit=unit, bound=bound, verdict=verdict, note=note))
+            kept.append(Row(part=KEPT, what=name, figure=extra, unit=unit, bound=bound, verdict=verdict, note=note))
         high, plain = figures["peak"], measured[BASELINE]["peak"]
         note = UNAVAILABLE if high is None else ""
         peak.append(Row(part="peak", what=name, figure=None if high is None else high / 1e6, unit="MB", note=note))

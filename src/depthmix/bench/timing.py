@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from math import comb
 from typing import TypeVar
 
-FEWEST = 6  # rounds of one process whose smallest and largest hold the median with 95 % confidence
+FEWEST = 6  # rounds of one process for which the range of the values is a 95 % confidence interval of the median
 Samples = Sequence[Sequence[float]]  # the paired ratios of each process
 Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Time of a variant over that of the baseline, with the interval that its verdict rests on."""
+    """Time of a variant relative to the baseline, with the interval that its verdict is based on."""
 
     median: float
     low: float
     high: float
 
     def verdict(self, bound: float, drift: float = 0.0) -> str:
-        """Against an upper bound: holds, fails, or undecided where it is no farther from the interval than `drift`."""
+        """Of an upper bound: holds, fails, or undecided if it is no farther from the interval than `drift`."""
         if self.low - drift <= bound <= self.high + drift:
             return "undecided"
         return "holds" if self.median <= bound else "fails"
@@ -49,7 +49,7 @@ def measure_clocks(
     warmup: int = 1,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> dict[str, dict[Name, list[float]]]:
-    """Seconds by each clock, of each variant in each round; the order rotates, so that none is always first."""
+    """Seconds by each clock, for each variant and round; the order rotates, so that none is always first."""
     names = list(variants)
     for _ in range(warmup):
         for name in names:
@@ -71,10 +71,10 @@ def paired(times: Mapping[str, list[float]], name: str, baseline: str, scale: fl
 
 
 def pool(samples: Samples) -> Ratio:
-    """The median of the processes' medians, from the smallest of them to the largest.
+    """The median of the processes' medians, with the interval from the smallest of them to the largest.
 
-    Of one process it is its median with the 95 % confidence interval by order statistics: the spread between
-    processes, which is larger, is not in it.
+    For one process, its median with the 95 % confidence interval by order statistics, which does not include the larger
+    spread between processes.
     """
     if not samples or not all(samples):
         raise ValueError(
@@ -87,9 +87,9 @@ def pool(samples: Samples) -> Ratio:
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """The narrowest pair of order statistics, as far from both ends, that holds the median with this confidence.
+    """The narrowest symmetric pair of order statistics that contains the median with this confidence.
 
-    Below `FEWEST` rounds no pair does; then it is the smallest and the largest.
+    Below `FEWEST` rounds no pair does; then it is the smallest and the largest value.
     """
     ordered, n = sorted(values), len(values)
     outside, k = 0.0, 0

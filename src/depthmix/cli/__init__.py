@@ -1,38 +1,40 @@
-"""The command line: `depthmix VERB`, one file a verb."""
+"""The command line: `depthmix VERB`, one file for each verb."""
 
 from __future__ import annotations
 
+import inspect
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+VERBS = {  # each is a module of this package with a function `run` and two EXAMPLES
+    "list": "list the mechanisms with their state, parameters and cost",
+    "show": "show one mechanism (equations, code, options, cost) or one preset",
+    "train": "train a decoder; started again, it resumes",
+    "eval": "evaluate a run: loss, perplexity and bits per byte",
+    "generate": "continue a prompt with a trained model",
+    "compare": "train several mechanisms on the same data and compare their losses",
+    "scaling": "fit scaling laws and say what a mechanism is worth in compute",
+    "verify": "check every mechanism's invariants on this machine",
+    "bench": "measure the speed and memory of depth mixing on this machine",
+}
+INDENT = "  "
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run a verb. Exit codes: 2 for wrong input, 1 for trouble with files or memory, 130 for Ctrl-C, with a message."""
-    import tyro
+    """Run a verb.
 
-    from depthmix.cli import bench, compare, generate, scaling, show, train, verify
-    from depthmix.cli import eval as eval_verb
-    from depthmix.cli import list as list_verb
+    Exit codes, each with a message: 2 for wrong input, 1 for a run that failed and for problems with files or memory,
+    130 after Ctrl-C.
+    """
     from depthmix.support.terminal import say
 
-    verbs: dict[str, Callable[..., int]] = {
-        "list": list_verb.run,
-        "show": show.run,
-        "train": train.run,
-        "eval": eval_verb.run,
-        "compare": compare.run,
-        "scaling": scaling.run,
-        "generate": generate.run,
-        "verify": verify.run,
-        "bench": bench.run,
-    }
+    arguments = [*(sys.argv[1:] if args is None else args)]  # `list` is a verb here
     try:
-        code: int | None = tyro.extras.subcommand_cli_from_dict(
-            verbs,
-            prog="depthmix",
-            description="What should a layer read from the layers below it?",
-            args=args,
-        )
+        return dispatch(arguments)
     except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
         say(f"depthmix: {error}")
         return 2
@@ -50,7 +52,66 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         say(f"depthmix: not enough memory ({first_line(error)}); choose smaller sizes or batches")
         return 1
+
+
+def dispatch(arguments: list[str]) -> int:
+    from depthmix.support.checks import did_you_mean
+
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from depthmix.support.files import version
+
+        print(f"depthmix {version()}")
+        return 0
+    verb, *options = arguments
+    if verb not in VERBS:
+        raise ValueError(f"unknown verb {verb!r}. {did_you_mean(verb, VERBS)}Expected one of: {', '.join(VERBS)}")
+    return run_verb(verb, options)
+
+
+def overview() -> str:
+    """The help of `depthmix` itself: one line for each verb."""
+    width = len("--version") + 2
+    return "\n".join(
+        [
+            "usage: depthmix VERB [OPTIONS]",
+            "",
+            "What should a layer read from the layers below it?",
+            "Published answers as exchangeable parts for PyTorch.",
+            "",
+            *(f"{INDENT}{verb:{width}}{meaning}" for verb, meaning in VERBS.items()),
+            "",
+            f"{INDENT}{'--version':{width}}print the version",
+            f"{INDENT}{'--help':{width}}print this help, or after a verb that verb's options and examples",
+        ]
+    )
+
+
+def run_verb(verb: str, options: list[str]) -> int:
+    """Parse the options of one verb and run it. After its options, the help prints its notes and examples."""
+    import tyro
+
+    module = import_module(f"{__name__}.{verb}")
+    summary, *notes = paragraphs(module.run)
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff)
+    try:
+        code: int | None = tyro.cli(
+            module.run, prog=f"depthmix {verb}", description=summary, args=options, config=config
+        )
+    except SystemExit as end:
+        if not end.code and {"-h", "--help"} & set(options):
+            print("\n\n".join(["", *notes, "\n".join(["examples:", *(INDENT + line for line in module.EXAMPLES)])]))
+        raise
     return int(code or 0)
+
+
+def paragraphs(function: Callable[..., Any]) -> list[str]:
+    """Of the docstring, wrapped for the terminal."""
+    width = min(shutil.get_terminal_size().columns, 100)
+    texts = (inspect.getdoc(function) or "").split("\n\n")
+    return [textwrap.fill(" ".join(text.split()), width, break_on_hyphens=False) for text in texts]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
-import tyro
 
 from depthmix.analysis.figures import new_figure
 from depthmix.analysis.invariants import verify
 from depthmix.bench import PARTS, ChildFailed, Part, Report, Settings, run_suite
 from depthmix.bench.figures import draw_all
 from depthmix.bench.model import options_for
-from depthmix.bench.page import figure_text, interval_text, name_of, render
+from depthmix.bench.page import QUICK_NOTE, figure_text, interval_text, name_of, render
 from depthmix.bench.suite import FOCUS
+from depthmix.cli.shared import flag, switch
 from depthmix.mechanisms import list_mechanisms, mechanism
 from depthmix.support.files import read_text, write_text
-from depthmix.support.terminal import console, say, styled
+from depthmix.support.terminal import console, print_table, say
 
-BOUNDS = {  # what is aimed at; the figures stand beside them, whatever they are
+BOUNDS = {  # targets; figures are shown beside them, whatever they are
     "ops.attend, forward": 3.0,
     "ops.attend, forward and backward": 12.0,
     "ops.attend against fla-core naive, forward and backward": 0.2,
@@ -35,123 +36,149 @@ BOUNDS = {  # what is aimed at; the figures stand beside them, whatever they are
 }
 
 
+EXAMPLES = (
+    "depthmix bench --quick --parts read --output out/read.json",
+    "depthmix bench --from out/read.json --markdown out/read.md",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    parts: Annotated[tuple[Part, ...], flag("What to measure; see below.", "PART ...")] = PARTS
+    mixers: Annotated[
+        tuple[str, ...],
+        flag("Mechanisms to measure.", "NAME ...",
+             default="all; block_attnres and attnres with --quick and where each takes minutes"),
+    ] = ()  # fmt: skip
+    quick: Annotated[bool, switch("Small sizes and few rounds: shows that it runs, not how fast it is.")] = False
+    compiled: Annotated[bool, switch("Also measure steps under torch.compile, one network at a time.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repetition:
+    rounds: Annotated[int, flag("Paired rounds in each process; growth with depth and width takes at most 7.", "N")] = (
+        15
+    )
+    processes: Annotated[
+        int | None, flag("Child processes for each timed part, one after the other.", "N", default="3, with --quick 1")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    json: Annotated[bool, switch("Print one JSON object instead of a table.")] = False
+    output: Annotated[
+        Path | None,
+        flag("Also write the result, with every paired ratio, to this JSON file. An interrupted benchmark resumes when "
+             "it is started again with the same file.", "FILE", default=""),
+    ] = None  # fmt: skip
+    figures: Annotated[Path | None, flag("Draw the result into this folder, as PNGs.", "FOLDER", default="")] = None
+    markdown: Annotated[
+        Path | None, flag("Write the tables, and the figures of --figures, as a page.", "FILE", default="")
+    ] = None
+    saved: Annotated[
+        tuple[Path, ...],
+        flag("Measure nothing; print and draw these files, written by --output. Parts of several files are joined.",
+             "FILE ...", name="from", default=""),
+    ] = ()  # fmt: skip
+
+
 def run(
-    parts: tuple[Part, ...] = PARTS,
-    mixers: tuple[str, ...] = (),
-    rounds: int = 15,
-    processes: int | None = None,
-    quick: bool = False,
-    compiled: bool = False,
-    json: bool = False,
-    output: Path | None = None,
-    figures: Path | None = None,
-    markdown: Path | None = None,
-    saved: Annotated[tuple[Path, ...], tyro.conf.arg(name="from")] = (),
+    *, measurement: Measurement = Measurement(), repetition: Repetition = Repetition(), output: Output = Output()
 ) -> int:
-    """Measure what reading over depth costs, against the plain residual and against other implementations.
+    """Measure the speed and memory of depth mixing against the plain residual.
 
-    read: one read, forward and with its backward pass, in passes over its sources, beside the peers that are installed.
-    mixing: the time that a mechanism itself takes in a training step: forward and backward with sublayers that cost
-    next to nothing, minus the plain residual's, over the residual's real step; by wall-clock and by processor time.
-    step: a training step and a forward of a decoder-shaped network for every mechanism, over the plain residual's time.
-    decode: one new token for each of 8 sequences, with the decoder's cache and a head of 32,000 tokens; with --compiled
-    also compiled. values: a training step of the decoder with values mixed over depth inside attention, over one
-    without. loop: a step of `depthmix train`, over the bare forward, backward and optimiser. memory: bytes that the
-    graph keeps for the backward pass, and the peak of a training step, in one process a mechanism. growth: the read
-    against the number of sources, the step against depth and width.
+    Parts: read (one read, forward and with its backward pass, beside other implementations that are installed), mixing
+    (the time of the mechanism itself in a training step), step (whole training steps), decode (one new token for each
+    of 8 sequences), values (KV mechanisms in a training step), loop (`depthmix train` against the bare step), memory
+    (what the backward pass keeps, and the peak), growth (more sources, depth and width). docs/cli.md describes each.
 
-    Variants take turns in rotating order within a process; a figure is the median of the medians of several processes,
-    its interval goes from the smallest to the largest. A bound inside the interval, or no farther from it than the
-    residual, timed twice, differs from itself, leaves the verdict undecided, and so do fewer than 6 rounds of a single
-    process. Nothing is measured while `depthmix verify` fails.
+    A figure is the median over processes of their medians, with the interval from the smallest to the largest. A bound
+    too close to the interval to tell from noise gives "undecided". Nothing is measured while `depthmix verify` fails.
 
-    A full run takes about an hour on two cores, --compiled some minutes more for each network; --quick takes under a
-    minute. Progress goes to stderr.
-
-    Args:
-        parts: what to measure.
-        mixers: mechanisms to measure. By default all for mixing, step and memory, block_attnres and attnres where each
-            costs minutes (--compiled, growth) and with --quick.
-        rounds: paired rounds in each process; growth with depth and width takes at most 7.
-        processes: child processes for each timed part, one after the other; 3, with --quick 1.
-        quick: small sizes and few rounds: whether it runs, not how fast it is.
-        compiled: the step under torch.compile too, one network at a time.
-        json: print one object instead of a table.
-        output: write the result, with every paired ratio, to this JSON file as well. An interrupted run resumes when it
-            is started again with the same output.
-        figures: draw the result into this folder, as PNGs.
-        markdown: write the tables, and the figures where --figures is given, as a page.
-        saved: measure nothing; print and draw these files, written by --output. Of several, parts are put together.
+    A full benchmark takes about an hour on two cores, more with --compiled; --quick takes under a minute.
     """
-    check_targets(output, markdown, figures)
-    if saved:
-        report = Report.joined([Report.from_json(read_text(path, "Measure it again"), str(path)) for path in saved])
-    else:
-        every = FOCUS if quick else tuple(name for name in list_mechanisms() if name != "residual")
-        settings = Settings(
-            parts=parts,
-            mixers=tuple(dict.fromkeys(mixers)) or every,
-            focus=tuple(dict.fromkeys(mixers)) or FOCUS,
-            rounds=min(rounds, 3) if quick else rounds,
-            processes=processes if processes is not None else 1 if quick else 3,
-            quick=quick,
-            compiled=compiled,
-        )
-        refuse_failing(settings.mixers)
-        try:
-            journal = None if output is None else output.with_suffix(".partial.jsonl")
-            report = run_suite(settings, BOUNDS, " ".join(["depthmix", *sys.argv[1:]]), journal)
-        except ChildFailed as error:
-            say(f"depthmix: {error}")
-            return 1
-    if output is not None:
-        report.save(output)
-        output.with_suffix(".partial.jsonl").unlink(missing_ok=True)
-    drawn = draw_all(report, figures) if figures is not None else {}
-    if markdown is not None:
-        write_text(markdown, render(report, drawn, markdown.parent))
-    print(report.to_json()) if json else print_table(report)
+    check_targets(output)
+    report = read_saved(output.saved) if output.saved else measure(measurement, repetition, output.output)
+    if report is None:
+        return 1
+    if output.output is not None:
+        report.save(output.output)
+        journal_of(output.output).unlink(missing_ok=True)
+    drawn = draw_all(report, output.figures) if output.figures is not None else {}
+    if output.markdown is not None:
+        write_text(output.markdown, render(report, drawn, output.markdown.parent))
+    print(report.to_json()) if output.json else print_report(report)
     return 0
 
 
-def check_targets(output: Path | None, markdown: Path | None, figures: Path | None) -> None:
-    """Before the first hour, not after it."""
-    for path in (output, markdown):
+def read_saved(paths: Sequence[Path]) -> Report:
+    return Report.joined([Report.from_json(read_text(path, "Measure it again"), str(path)) for path in paths])
+
+
+def measure(chosen: Measurement, repetition: Repetition, file: Path | None) -> Report | None:
+    """Measure, or resume from the journal beside `file`; None where a child failed, with a message."""
+    quick, named = chosen.quick, tuple(dict.fromkeys(chosen.mixers))
+    every = FOCUS if quick else tuple(name for name in list_mechanisms() if name != "residual")
+    settings = Settings(
+        parts=chosen.parts,
+        mixers=named or every,
+        focus=named or FOCUS,
+        rounds=min(repetition.rounds, 3) if quick else repetition.rounds,
+        processes=repetition.processes if repetition.processes is not None else 1 if quick else 3,
+        quick=quick,
+        compiled=chosen.compiled,
+    )
+    refuse_failing(settings.mixers)
+    journal = None if file is None else journal_of(file)
+    try:
+        return run_suite(settings, BOUNDS, " ".join(["depthmix", *sys.argv[1:]]), journal)
+    except ChildFailed as error:
+        say(f"depthmix: {error}")
+        return None
+
+
+def journal_of(file: Path) -> Path:
+    """Where results are kept until all of them are there."""
+    return file.with_suffix(".partial.jsonl")
+
+
+def check_targets(output: Output) -> None:
+    """Errors before the first hour of work, not after it."""
+    for path in (output.output, output.markdown):
         if path is not None and path.is_dir():
             raise ValueError(f"{path} is a folder; expected the name of a file to write")
-    if figures is not None:
-        if figures.is_file():
-            raise ValueError(f"{figures} is a file; expected a folder for the figures")
-        new_figure()  # tells where matplotlib is missing
+    if output.figures is not None:
+        if output.figures.is_file():
+            raise ValueError(f"{output.figures} is a file; expected a folder for the figures")
+        new_figure()  # raises if matplotlib is missing
 
 
 def refuse_failing(names: Iterable[str]) -> None:
-    jobs = [(name, mechanism(name)) for name in dict.fromkeys(("residual", *names))]  # an unknown one is told first
+    jobs = [(name, mechanism(name)) for name in dict.fromkeys(("residual", *names))]  # unknown names are errors first
     for name, cls in jobs:
         measured = options_for(name, depth=7)
         for options in [cls.variants[0], *([measured] if measured else [])]:
             failed = [c.name for c in verify(name, options, dtype=torch.float32) if not c.holds]
             if failed:
                 reasons = "; ".join(failed)
-                raise ValueError(f"{name} is not right yet, so its speed is of no interest: {reasons}. See verify")
+                raise ValueError(
+                    f"{name} fails checks, so it is not measured: {reasons}. Run `depthmix verify {name}` for details"
+                )
 
 
-def print_table(report: Report) -> None:
-    from rich import box
-    from rich.table import Table
-
-    terminal = console()
-    table = Table(title="What reading over depth costs", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("", "figure", "interval", "at most", "verdict"):
-        table.add_column(heading, overflow="fold", min_width={"": 22, "verdict": 11}.get(heading))
+def print_report(report: Report) -> None:
+    print("What reading over depth costs")
     for part in dict.fromkeys(row.part for row in report.rows):
-        table.add_section()
-        table.add_row(styled((part, "bold")))
+        cells = []
         for row in report.of(part):
             bound = "" if row.bound is None else f"{row.bound:,g}"
-            table.add_row(f"  {name_of(row)}", figure_text(row), interval_text(row), bound, row.verdict)
-    terminal.print(table)
-    terminal.print("× is the ratio to the plain residual's, or to what the line names; kept is beyond the residual's.")
+            cells.append((name_of(row), figure_text(row), interval_text(row), bound, row.verdict))
+        print()
+        print_table("", (part, "figure", "interval", "at most", "verdict"), cells)
+    terminal = console()
+    times = "× is the ratio to the plain residual, or to what the row names."
+    terminal.print(f"\n{QUICK_NOTE if report.quick else times} Bytes kept are those beyond the residual's.")
     for line in dict.fromkeys(row.note for row in report.of("peak") if row.note):
         terminal.print(line)
     for key in ("machine", "reads", "rounds", "processes", "command"):

@@ -3,97 +3,96 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
-from depthmix.analysis.figures import new_figure
-from depthmix.cli.shared import Several, print_ending, resumable
-from depthmix.studies import Comparison, Grid, Size, make_arms, run_study
+from depthmix.cli.shared import Data, Several, can_draw, flag, print_ending, print_points, repeatable, resumable
+from depthmix.cli.study_options import Runs, StudyOutput, make_grid, run_arms
+from depthmix.studies import Comparison, Size, make_arms
 from depthmix.studies.arms import equal_compute
 from depthmix.studies.comparison_figures import draw_comparison
-from depthmix.studies.comparison_page import LOSS_HEADINGS, loss_cells, render
+from depthmix.studies.comparison_page import console_losses, render, verdict_lines
 from depthmix.studies.page import describe_study
 from depthmix.studies.publish import check_target, write_study
 from depthmix.studies.study import compare_study
 from depthmix.support.terminal import print_table
 
+EXAMPLES = (
+    "depthmix compare --depth 2 --tokens 1e4 --seeds 1",
+    "depthmix compare --depth 2 --tokens 1e4 --seeds 1 --json",
+)
 
-def run(
-    mixers: tuple[str, ...] = ("residual", "block_attnres"),
-    folder: Path = Path("studies/compare"),
-    seeds: int = 3,
-    depth: int = 12,
-    dim: int | None = None,
-    tokens: float | None = None,
-    lrs: tuple[float, ...] = (),
-    lr_share: float = 0.25,
-    lr_of: Annotated[Several, tyro.conf.arg(metavar="MIXER=RATE")] = (),
-    sweep: Annotated[Several, tyro.conf.arg(metavar="KEY=VALUE,VALUE")] = (),
-    shapes: str | None = None,
-    data: str = "stdlib",
-    tokenizer: str = "bytes",
-    set_: Annotated[Several, tyro.conf.arg(name="set", aliases=("-s",), metavar="KEY=VALUE")] = (),
-    jobs: int = 1,
-    publish: Path | None = None,
-    json: bool = False,
-) -> int:
-    """Train several mechanisms on the same data and say what differs, with intervals.
 
-    Each run is a process of its own; runs with the same seed have the same order of the data and the same
-    initial weights where shapes agree, and are compared in pairs. Complete runs in the folder are used again and
-    interrupted ones resume: start the same command again after any interruption. Writes comparison.md,
-    comparison.json and figures into the folder. Exit code 1 where a run failed; the others are compared nevertheless.
+@dataclass(frozen=True, kw_only=True)
+class Arms:
+    mixers: Annotated[
+        tuple[str, ...],
+        flag("Mechanisms; the first is the baseline. A KV mechanism alone uses the plain residual; join two with +, "
+             "such as attnres+value_residual. Repeat a name to add a control run, which must show no difference.",
+             "NAME ..."),
+    ] = ("residual", "block_attnres")  # fmt: skip
+    depth: Annotated[int, flag("Number of sublayers, attention and MLP counted separately.", "L")] = 12
+    dim: Annotated[int | None, flag("Width.", "D", default="follows from the depth")] = None
+    shapes: Annotated[
+        str | None,
+        flag("Instead of --depth and --dim: several depths and widths at equal compute, such as 12x256,24x128. "
+             "--tokens are those of the first.", "LxD,LxD", default=""),
+    ] = None  # fmt: skip
 
-    Args:
-        mixers: mechanisms; the first is the baseline. depth_attention and value_residual alone go with the residual,
-            attnres+value_residual has both. Repeat a name to add a control run, which must show no difference.
-        folder: of the study.
-        seeds: runs of each arm; use at least 3 for a meaningful interval.
-        depth: the dial: sublayers, attention and MLP counted separately.
-        dim: width; by default as the dial derives it.
-        tokens: for each run; by default 20 for each parameter of the baseline.
-        lrs: learning rates to try for each arm in short runs; its best is taken. One alone is taken as it is.
-        lr_share: length of such a short run, as a share of a long one.
-        lr_of: learning rate of one mechanism, such as residual=1.5e-3; repeat the flag for each. Others keep the
-            dial's. Not together with --lrs.
-        sweep: vary an option, such as mixer.block_sublayers=1,2,4,8 or optimizer.weight_decay=0,0.1; several, each with
-            its own --sweep, make a grid. An option of a mechanism varies the arms that have it.
-        shapes: depths against widths at equal compute, such as 12x256,24x128, in the place of depth and dim; tokens are
-            those of the first.
-        data: stdlib, a folder, a text, JSONL or Parquet file, or hf:NAME.
-        tokenizer: bytes, bpe:4096, or a tokenizer.json.
-        set_: any field for all arms by its dotted key, such as run.precision=bfloat16; repeat the flag for each field.
-        jobs: runs at once, each with its share of the threads. Small models gain by it; tokens/s are then those of a
-            machine that is shared.
-        publish: also copy page, figures, comparison.json and, of each run, config.toml, metrics.jsonl, result.json and
-            snapshots into this folder: all but weights, checkpoints and logs.
-        json: print the whole result as one object.
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Runs):
+    seeds: Annotated[int, flag("Runs of each arm; use at least 3 for a meaningful interval.", "N")] = 3
+    tokens: Annotated[
+        float | None,
+        flag("Tokens per run.", "TOKENS", default="20 per parameter of the baseline, without embeddings"),
+    ] = None
+    lr_of: Annotated[
+        Several,
+        repeatable("Learning rate of one mechanism, such as residual=1.5e-3; cannot be combined with --lrs.",
+                   "NAME=RATE"),
+    ] = ()  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output(StudyOutput):
+    folder: Annotated[Path, flag("Folder of the study.", "FOLDER")] = Path("studies/compare")
+
+
+def run(*, arms: Arms = Arms(), data: Data = Data(), training: Training = Training(), output: Output = Output()) -> int:
+    """Train several mechanisms on the same data and compare their losses.
+
+    Each run is a process of its own. Runs with the same seed share the order of the data and, where shapes agree, the
+    initial weights; they are compared in pairs, with confidence intervals. The folder receives comparison.md,
+    comparison.json and figures.
+
+    Complete runs in the folder are used again and interrupted runs resume: after any interruption, start the same
+    command again. Exit code 1 if a run failed; the others are compared all the same.
     """
-    new_figure()  # tells where matplotlib is missing, before the first hour and not after it
-    sizes = [Size.of(text) for text in shapes.split(",")] if shapes else [Size(depth=depth, dim=dim)]
-    check_target(publish, folder)
-    if lrs and lr_of:
-        raise ValueError(f"lrs={list(lrs)} beside lr_of={list(lr_of)}; expected rates to try, or a rate for each arm")
-    grid = Grid.parse(mixers, sizes, sweep=sweep, settings=set_, rates=lr_of, data=data, tokenizer=tokenizer)
+    with_figures = can_draw()  # said before the first hour and not after it
+    sizes = (
+        [Size.of(text) for text in arms.shapes.split(",")] if arms.shapes else [Size(depth=arms.depth, dim=arms.dim)]
+    )
+    check_target(output.publish, output.folder)
+    if training.lrs and training.lr_of:
+        tried, fixed = list(training.lrs), list(training.lr_of)
+        raise ValueError(f"lrs={tried} beside lr_of={fixed}; expected rates to try, or a rate for each arm")
+    grid = make_grid(arms.mixers, sizes, data, training, rates=training.lr_of)
+    tokens = training.tokens
     if tokens is not None and "run.steps" in grid.settings:
         raise ValueError(f"tokens={tokens:g} beside run.steps={grid.settings['run.steps']}; expected one of them")
-    arms = make_arms(grid, equal_compute(tokens))
     with resumable():
-        study = run_study(arms, seeds=seeds, folder=folder, lrs=lrs, lr_share=lr_share, jobs=jobs)
-    comparison, provenance = compare_study(study), describe_study(study, seeds=seeds)
-    figures = draw_comparison(comparison, study.sweeps, folder / "figures")
-    text = render(comparison, study.sweeps, provenance, figures, folder)
-    page, result = write_study(study, "comparison", text, provenance, comparison.to_dict(), figures, publish)
-    print(result, end="") if json else print_comparison(comparison, study.failures, page)
+        study = run_arms(make_arms(grid, equal_compute(tokens)), training, output)
+    comparison, provenance = compare_study(study), describe_study(study, seeds=training.seeds)
+    figures = draw_comparison(comparison, study.sweeps, output.folder / "figures") if with_figures else {}
+    text = render(comparison, study.sweeps, provenance, figures, output.folder)
+    page, result = write_study(study, "comparison", text, provenance, comparison.to_dict(), figures, output.publish)
+    print(result, end="") if output.json else print_comparison(comparison, study.failures, page)
     return 1 if study.failures else 0
 
 
 def print_comparison(comparison: Comparison, failures: Mapping[str, str], page: Path) -> None:
-    shown = [k for k, heading in enumerate(LOSS_HEADINGS) if heading not in ("parameters", "sd", "against")]
-    cells = [[row[k] for k in shown] for row in loss_cells(comparison)]
-    print_table("Final validation loss", [LOSS_HEADINGS[k] for k in shown], cells)
-    for row in comparison.rows:
-        print(f"- {row.verdict}")
+    print_table("Final validation loss; differences are from the baseline, paired by seed", *console_losses(comparison))
+    print_points(verdict_lines(comparison))
     print_ending(failures, page)

@@ -12,37 +12,41 @@ import torch
 import tyro
 from torch import Tensor
 
-from depthmix.data import ByteTokenizer, FileTokenizer
-from depthmix.data.tokenizers import TOKENIZER_FILE, BatchTokenizer
+from depthmix.cli.shared import flag, open_run_folder, switch
+from depthmix.data.tokenizers import BatchTokenizer
 from depthmix.models import Decoder
-from depthmix.support.terminal import track
+from depthmix.support.terminal import print_wrapped, track
 from depthmix.training import Score, open_corpus, read_config, score
-from depthmix.training.build import check_tokens, open_run
+from depthmix.training.build import check_tokens, run_tokenizer, tokenizer_file
 from depthmix.training.build import export as export_model
+
+EXAMPLES = (
+    "depthmix eval runs/small --file README.md",
+    "depthmix eval runs/small --file README.md --export out/small --json",
+)
 
 
 def run(
-    folder: Annotated[Path, tyro.conf.Positional],
-    file: Path | None = None,
-    tokens_per_row: int | None = None,
-    rows: int | None = None,
-    device: str = "cpu",
-    export: Path | None = None,
-    json: bool = False,
+    folder: Annotated[Path, tyro.conf.Positional, flag("Folder of a run of `depthmix train`.", "FOLDER")],
+    file: Annotated[
+        Path | None, flag("A text file to evaluate on.", "FILE", default="all of the run's validation data")
+    ] = None,
+    tokens_per_row: Annotated[
+        int | None, flag("Longest context, in tokens.", "TOKENS", default="as in training")
+    ] = None,
+    rows: Annotated[int | None, flag("Sequences per batch.", "N", default="as in training")] = None,
+    device: Annotated[str, flag("Such as cpu or cuda.", "DEVICE")] = "cpu",
+    export: Annotated[
+        Path | None, flag("Also write the model into this folder, as safetensors.", "FOLDER", default="")
+    ] = None,
+    json: Annotated[bool, switch("Print one JSON object.")] = False,
 ) -> int:
-    """Loss and bits per byte of a run's model: the finished one, else that of its newest checkpoint.
+    """Evaluate a run: loss, perplexity and bits per byte of its model.
 
-    Args:
-        folder: of a run of `depthmix train`.
-        file: a text to judge by; by default all of the run's validation data.
-        tokens_per_row: longest context; as in training by default.
-        rows: at a time.
-        device: such as cpu or cuda.
-        export: also write the model into this directory, as safetensors.
-        json: print one object.
+    Of an unfinished run, the model of the newest checkpoint is evaluated.
     """
     data = read_config(folder).data
-    model, digest = open_run(folder, device)
+    model, digest, _ = open_run_folder(folder, device)
     row = data.tokens_per_row if tokens_per_row is None else tokens_per_row
     rows = data.rows if rows is None else rows
     if file is None:
@@ -51,15 +55,14 @@ def run(
         tokens = torch.as_tensor(corpus.validation[:].astype("int64"))
         result = score(model, tokens, corpus.bytes_per_token * len(tokens), row, rows, with_progress)
     else:
-        tokenizer = ByteTokenizer() if data.tokenizer == "bytes" else run_tokenizer(folder, data.path)
-        result = score_file(model, file, tokenizer, row, rows)
+        result = score_file(model, file, run_tokenizer(folder, data), row, rows)
     if export is not None:
-        export_model(model, export, tokenizer_file(folder, data.path))
+        export_model(model, export, tokenizer_file(folder, data))
     if json:
         print(json_format.dumps({"run": str(folder), "on": str(file or "validation"), **result._asdict()}, indent=2))
     else:
         text = "validation data" if file is None else str(file)
-        print(
+        print_wrapped(
             f"{text}: loss {result.loss:.4f}, perplexity {math.exp(min(result.loss, 700)):.4g}, "
             f"{result.bits_per_byte:.4f} bits per byte over {result.tokens:,} tokens"
         )
@@ -78,16 +81,3 @@ def score_file(model: Decoder, file: Path, tokenizer: BatchTokenizer, row: int, 
 
 def with_progress(batches: Sequence[Tensor]) -> Iterator[Tensor]:
     return track(batches, "reading", "batches", len(batches))
-
-
-def run_tokenizer(folder: Path, data: Path) -> FileTokenizer:
-    """As in training: nothing is put around a text, nothing is cut off."""
-    file = tokenizer_file(folder, data)
-    if not file.is_file():
-        raise FileNotFoundError(f"no {file}; expected the tokenizer that {folder} was trained with")
-    return FileTokenizer(file)
-
-
-def tokenizer_file(folder: Path, data: Path) -> Path:
-    final = folder / "final" / TOKENIZER_FILE
-    return final if final.is_file() else data / TOKENIZER_FILE

@@ -1,4 +1,4 @@
-"""`depthmix generate`: text from a directory of weights."""
+"""`depthmix generate`: text from a trained model."""
 
 from __future__ import annotations
 
@@ -13,76 +13,112 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from depthmix.cli.shared import Several
+from depthmix.cli.shared import Several, flag, open_run_folder, repeatable, switch
 from depthmix.data import load_tokenizer
+from depthmix.data.tokenizers import BatchTokenizer
 from depthmix.inference import PREFILL_MEMORY, TextStream, Tokenizer, stream
-from depthmix.models import load_model
+from depthmix.models import Decoder, load_model
+from depthmix.models.io import MODEL_FILES
 from depthmix.support.checks import parse_value
 from depthmix.support.terminal import say
+from depthmix.training import read_config
+from depthmix.training.build import run_tokenizer
+
+EXAMPLES = (
+    'depthmix generate runs/small --prompt "def " --max-new-tokens 40',
+    "echo import | depthmix generate runs/small --temperature 0.8 --top-p 0.9 -n 9",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    temperature: Annotated[float, flag("0 always takes the most likely token.", "T")] = 0.0
+    top_k: Annotated[int | None, flag("Sample from the K most likely tokens.", "K", default="all")] = None
+    top_p: Annotated[
+        float | None,
+        flag("Sample from the fewest tokens whose probabilities sum to at least P.", "P", default="all"),
+    ] = None
+    seed: Annotated[int, flag("Seed of the sampling.", "SEED")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    max_new_tokens: Annotated[int, flag("Largest number of tokens per prompt.", "N", aliases=("-n",))] = 128
+    stop: Annotated[Several, repeatable("A text of one token that ends the output and is not printed.", "TEXT")] = ()
+    json: Annotated[bool, switch("Print one JSON object instead of the text.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    device: Annotated[str, flag("Such as cpu or cuda.", "DEVICE")] = "cpu"
+    dtype: Annotated[
+        Literal["float64", "float32", "bfloat16", "float16"] | None,
+        flag("Data type of the parameters.", default="as saved"),
+    ] = None
+    compiled: Annotated[bool, switch("Compile the decoding step; worthwhile for long texts.")] = False
+    cache: Annotated[
+        Literal["dynamic", "preallocated"] | None,
+        flag("How keys and values are stored.", default="preallocated with --compiled, else dynamic"),
+    ] = None
+    chunk: Annotated[
+        int | None,
+        flag("Read the prompt in chunks of this many tokens.", "TOKENS", default="as many as --prefill-memory allows"),
+    ] = None
+    prefill_memory: Annotated[
+        str,
+        flag("Limit of the memory for reading the prompt, beyond weights and cache, such as 256MB; none for no limit.",
+             "BYTES"),
+    ] = PREFILL_MEMORY  # fmt: skip
+    functions: Annotated[
+        bool,
+        switch("Import the user-defined functions that the model's configuration names. This runs their code."),
+    ] = False
 
 
 def run(
-    directory: Annotated[Path, tyro.conf.Positional],
-    prompt: Annotated[Several, tyro.conf.arg(aliases=("-p",), metavar="TEXT")] = (),
-    max_new_tokens: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 128,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    stop: Annotated[Several, tyro.conf.arg(metavar="TEXT")] = (),
-    seed: int = 0,
-    cache: Literal["dynamic", "preallocated"] | None = None,
-    chunk: int | None = None,
-    prefill_memory: Annotated[str, tyro.conf.arg(metavar="BYTES")] = PREFILL_MEMORY,
-    compiled: bool = False,
-    device: str = "cpu",
-    dtype: Literal["float64", "float32", "bfloat16", "float16"] | None = None,
-    functions: bool = False,
-    json: bool = False,
+    directory: Annotated[
+        Path,
+        tyro.conf.Positional,
+        flag("Folder of a run of `depthmix train`, or a folder that `dm.save_model` wrote.", "FOLDER"),
+    ],
+    prompt: Annotated[
+        Several,
+        repeatable(
+            "Text to continue. A single prompt is streamed; several, each with its own flag, run as a batch. Without "
+            "one, or with -, the prompt is read from stdin.",
+            "TEXT",
+            aliases=("-p",),
+        ),
+    ] = (),
+    *,
+    sampling: Sampling = Sampling(),
+    output: Output = Output(),
+    machine: Machine = Machine(),
 ) -> int:
-    """Continue a prompt with the model of a directory; the text goes to stdout, its speed to stderr.
+    """Continue a prompt with a trained model.
 
-    Args:
-        directory: config.json and model.safetensors, and a tokenizer.json unless the tokens are bytes; or the folder of
-            a finished run of `depthmix train`.
-        prompt: one prompt is streamed; several, each with its own -p, run as a batch. "-" or none: from stdin.
-        max_new_tokens: at most so many tokens for each prompt.
-        temperature: 0 for the most likely token, always.
-        top_k: draw from the k most likely tokens.
-        top_p: draw from the fewest tokens that together have this probability.
-        stop: a text of one token that ends the answer and is not part of it; several, each with its own --stop.
-        seed: of the draws.
-        cache: of keys and values; preallocated where the step is compiled.
-        chunk: read the prompt in chunks of so many tokens; by default as many as --prefill-memory allows.
-        prefill_memory: limit for reading the prompt, beyond weights and cache, such as 256MB; none for no limit.
-        compiled: compile the decode step; worth its time for long texts.
-        device: such as cpu or cuda.
-        dtype: of the parameters; as saved by default.
-        functions: import the functions of your own that the model's configuration names; this runs their code.
-        json: print one object instead of the text.
+    The text goes to stdout, its speed to stderr. Of an unfinished run, the model of the newest checkpoint is used.
     """
-    final = directory / "final"  # of a run
-    directory = final if final.is_dir() else directory
-    kind = None if dtype is None else getattr(torch, dtype)
-    model = load_model(directory, device=device, dtype=kind, functions=functions)
-    tokenizer = load_tokenizer(directory, model.config.vocab_size)
+    kind = None if machine.dtype is None else getattr(torch, machine.dtype)
+    model, tokenizer = open_folder(directory, machine.device, kind, machine.functions)
     texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompt or ("-",)]
     timer = Timer()
     steps = stream(
         model,
         [tokenizer.encode(text) for text in texts],
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop=[stop_id(tokenizer, text) for text in stop],
-        seed=seed,
-        cache=cache,
-        chunk=chunk,
-        prefill_memory=parse_value(prefill_memory),
-        compiled=compiled,
+        max_new_tokens=output.max_new_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        stop=[stop_id(tokenizer, text) for text in output.stop],
+        seed=sampling.seed,
+        cache=machine.cache,
+        chunk=machine.chunk,
+        prefill_memory=parse_value(machine.prefill_memory),
+        compiled=machine.compiled,
     )
     rows: list[list[int]] = [[] for _ in texts]
-    streamed = TextStream(tokenizer) if len(texts) == 1 and not json else None
+    streamed = TextStream(tokenizer) if len(texts) == 1 and not output.json else None
     for step in timer.watch(steps):
         for row, token in zip(rows, step, strict=True):
             if token is not None:
@@ -90,7 +126,7 @@ def run(
                 if streamed is not None:
                     print(streamed.push(token), end="", flush=True)
     answers = [tokenizer.decode(row) for row in rows]
-    if json:
+    if output.json:
         results = [{"prompt": p, "text": a, "tokens": t} for p, a, t in zip(texts, answers, rows, strict=True)]
         print(json_format.dumps({"answers": results, **timer.figures()}, indent=2, ensure_ascii=False))
         return 0
@@ -101,6 +137,22 @@ def run(
             print(f"[{i + 1}] {answer}")
     say(timer.describe())
     return 0
+
+
+def open_folder(
+    folder: Path, device: str, dtype: torch.dtype | None, functions: bool
+) -> tuple[Decoder, BatchTokenizer]:
+    """The model and the tokenizer of a run, finished or not, or of a directory that `save_model` wrote."""
+    if any((folder / name).is_file() for name in MODEL_FILES):
+        model = load_model(folder, device=device, dtype=dtype, functions=functions)
+        return model, load_tokenizer(folder, model.config.vocab_size)
+    if (folder / "config.toml").is_file():
+        model = open_run_folder(folder, device, dtype=dtype, functions=functions).model
+        return model, run_tokenizer(folder, read_config(folder).data)
+    raise FileNotFoundError(
+        f"{folder} is neither the folder of a run of `depthmix train` (it has no config.toml) nor a directory written "
+        "by dm.save_model (it has no config.json)"
+    )
 
 
 @dataclass

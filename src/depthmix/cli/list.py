@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
-import tyro
 
-from depthmix.cli.shared import Several
+from depthmix.cli.shared import Several, flag, repeatable, switch
 from depthmix.mechanisms import DepthStack, KVStack, PluginError, is_kv, kv_mechanism, make_config, mechanism
 from depthmix.mechanisms.make import check_sizes
 from depthmix.mechanisms.registry import naming_plugin, survey
@@ -20,19 +19,30 @@ from depthmix.support.terminal import console, say, styled
 EXAMPLE = "block_attnres.num_blocks=8"
 
 
-def run(
-    dim: int = 768,
-    depth: int = 24,
-    set_: Annotated[Several, tyro.conf.arg(name="set", aliases=("-s",), metavar="NAME.OPTION=VALUE")] = (),
-    json: bool = False,
-) -> int:
-    """List the mechanisms with what they cost and keep; a plug-in that cannot be used is named on stderr.
+EXAMPLES = (
+    "depthmix list",
+    "depthmix list --dim 1024 --depth 128 --set block_attnres.num_blocks=8",
+)
 
-    Args:
-        dim: width for the figures.
-        depth: number of sublayers for the figures.
-        set_: an option of one mechanism, such as block_attnres.num_blocks=8 or mhc.streams=2; repeat the flag for each.
-        json: print a list of objects instead of a table.
+
+def run(
+    dim: Annotated[int, flag("Width D for the figures.", "D")] = 768,
+    depth: Annotated[int, flag("Number of sublayers L for the figures.", "L")] = 24,
+    set_: Annotated[
+        Several,
+        repeatable(
+            "Set an option of one mechanism, such as block_attnres.num_blocks=8 or mhc.streams=2. Repeat the flag "
+            "for each option.",
+            "NAME.OPTION=VALUE",
+            name="set",
+            aliases=("-s",),
+        ),
+    ] = (),
+    json: Annotated[bool, switch("Print a JSON list of objects instead of a table.")] = False,
+) -> int:
+    """List the mechanisms with their state, parameters, traffic and FLOPs.
+
+    A plug-in that cannot be used is left out and named on stderr, with the reason.
     """
     chosen = options_by_mechanism(set_, dim, depth)
     names, broken = survey("depth")
@@ -148,12 +158,12 @@ def parameters_word(row: dict[str, Any]) -> str:
 def flops_words(row: dict[str, Any]) -> str:
     """FLOPs of the forward pass per token, for people to read."""
     if row["forward_flops"] is None:
-        return "not stated by the mechanism; training counts 2 for each parameter"
+        return "not stated by the mechanism; training counts 2 per parameter"
     words = f"{row['forward_flops']:,}  ({in_widths(row).rstrip('*~')}·D per sublayer)"
     if row["flops"] is None:
-        return words + "; not stated by the mechanism: 2 for each parameter"
+        return words + "; not stated by the mechanism, 2 per parameter are counted"
     if row.get("flops_two_phase") is not None:
-        words += f"; {row['flops']:,} where each site reads on its own"
+        words += f"; {row['flops']:,} if each site reads separately"
     return words
 
 
@@ -161,7 +171,7 @@ def print_values(rows: list[dict[str, Any]]) -> None:
     from rich import box
     from rich.table import Table
 
-    title = "Inside attention: values mixed over depth, with any of the above"
+    title = "Inside attention: values mixed over depth, beside any of the above"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for heading in ("mechanism", "arXiv", "state", "params", "FLOPs"):
         table.add_column(heading, no_wrap=heading == "mechanism")
@@ -174,7 +184,7 @@ def print_values(rows: list[dict[str, Any]]) -> None:
     if rows:
         layers, heads = rows[0]["attention_layers"], rows[0]["heads"]
         terminal.print(f"in {layers} attention layers of {heads} query and key-value heads")
-    terminal.print("\nFormulas, options and code of one mechanism: depthmix show NAME")
+    terminal.print("\nEquations, options and code of one mechanism: depthmix show NAME")
 
 
 def print_table(rows: list[dict[str, Any]], dim: int, depth: int, chosen: Sequence[str] = ()) -> None:
@@ -186,7 +196,7 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int, chosen: Sequen
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("mechanism", no_wrap=True)
     table.add_column("arXiv", min_width=10)
-    table.add_column("state")
+    table.add_column("state", justify="right", no_wrap=True)
     table.add_column("params", justify="right", no_wrap=True)
     table.add_column("rank", justify="right", no_wrap=True)
     table.add_column("traffic", justify="right", no_wrap=True)
@@ -196,23 +206,23 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int, chosen: Sequen
         table.add_row(
             row["name"],
             row["paper"].removeprefix("arXiv ").replace(", ", "\n"),
-            f"{row['state']} {widths(row)}·D",  # no column of its own: 80 columns hold no more
+            f"{widths(row)}·D",
             f"{row['parameters']:,}",
             "–" if row["rank"] is None else str(row["rank"]),
             f"{row['reads'] / dim:.3g}+{row['writes'] / dim:.3g}",
             in_widths(row),
-            row["preserves_prenorm"],
+            row["preserves_prenorm"].removeprefix("up to "),
         )
     terminal = console()
     terminal.print(table)
-    terminal.print("state    and widths D per token: at a cut / in a read, with derived results")
+    terminal.print("state    widths D per token: at a cut / during a read, with derived results")
     terminal.print("rank     semiseparable rank of the depth mixing matrix M, generic coefficients")
-    terminal.print("traffic  widths D read + written per token and sublayer, keys and values apart")
-    terminal.print("FLOPs    of the forward pass per token and sublayer, over D")
-    terminal.print("  *      in two phases: queries are known in advance, and sites share a pass")
+    terminal.print("traffic  widths D read + written per token and sublayer")
+    terminal.print("FLOPs    forward pass, per token and sublayer, divided by D")
+    terminal.print("  *      two-phase: queries are known in advance, so sites share passes")
     if any(row["flops"] is None for row in rows):
-        terminal.print("  ~      not stated by the mechanism: 2 for each parameter")
-    terminal.print("PreNorm  whether a fresh stack computes the PreNorm network")
+        terminal.print("  ~      not stated by the mechanism; 2 per parameter are counted")
+    terminal.print("PreNorm  a fresh stack computes the PreNorm network exactly, up to scale, or not")
     for row in rows:
         if row["note"]:
             terminal.print(f"{row['name']}: {row['note']}")

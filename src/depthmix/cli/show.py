@@ -17,35 +17,48 @@ import torch
 import tyro
 
 from depthmix.cli.list import describe, describe_kv, flops_words, on_meta, parameters_word, widths
+from depthmix.cli.shared import flag, switch
 from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, is_kv, kv_mechanism, make_config, mechanism
 from depthmix.mechanisms.registry import naming_plugin
 from depthmix.models import PRESETS, count_parameters
 from depthmix.models import preset as find_preset
 from depthmix.support.checks import parse_value, split_pair
-from depthmix.support.terminal import console, styled
+from depthmix.support.terminal import console, styled, wrapped
 
 TAG = re.compile(r"\((\w+)\)")
+INDENT = " " * 8
+
+
+EXAMPLES = (
+    "depthmix show block_attnres --options block_sublayers=4 heads=2",
+    "depthmix show --preset attnres-194m",
+)
 
 
 def run(
-    name: Annotated[str | None, tyro.conf.Positional] = None,
-    options: tuple[str, ...] = (),
-    dim: int = 768,
-    depth: int = 24,
-    dtype: str = "bfloat16",
-    preset: str | None = None,
-    json: bool = False,
+    name: Annotated[
+        str | None, tyro.conf.Positional, flag("A name from `depthmix list`.", "[NAME]", default="")
+    ] = None,
+    options: Annotated[
+        tuple[str, ...],
+        flag("Options of the mechanism, such as block_sublayers=4 heads=2.", "KEY=VALUE ...", default="its defaults"),
+    ] = (),
+    dim: Annotated[int, flag("Width D for the figures.", "D")] = 768,
+    depth: Annotated[int, flag("Number of sublayers L for the figures.", "L")] = 24,
+    dtype: Annotated[str, flag("Data type of the stream, for the figures in bytes.", "DTYPE")] = "bfloat16",
+    preset: Annotated[
+        str | None,
+        flag(
+            "Instead of a mechanism: a model of one of the papers, such as attnres-194m, or all for a list.",
+            "NAME",
+            default="",
+        ),
+    ] = None,
+    json: Annotated[bool, switch("Print a JSON object instead of text.")] = False,
 ) -> int:
-    """Show a mechanism: equations and code, options, cost for a given size. Or a decoder: what it is made of.
+    """Show a mechanism's equations beside its code, its options and its cost.
 
-    Args:
-        name: a name from `depthmix list`.
-        options: options of the mechanism as KEY=VALUE, such as block_sublayers=4 heads=2.
-        dim: width D.
-        depth: number of sublayers L.
-        dtype: of the stream, for the figures in bytes.
-        preset: in place of a mechanism, the name of a decoder, such as attnres-194m; all: every one of them.
-        json: print an object instead of text.
+    With --preset, show a decoder instead: its configuration and its parameters.
     """
     if (name is None) == (preset is None):
         raise ValueError("show takes one of: NAME, a mechanism from `depthmix list`, or --preset NAME, such as all")
@@ -146,24 +159,21 @@ def cost(stack: DepthStack, dtype: str) -> dict[str, Any]:
 
 
 def print_page(page: dict[str, Any]) -> None:
-    from rich.table import Table
-
     terminal = console()
     title = page["description"].splitlines()[0]
     terminal.print(styled((page["name"], "bold"), f"  {title}\n"))
     for row in page["equations"]:
         terminal.print(styled(f"  ({row['mark']}) ", (row["equation"], "bold")))
         for line in row["code"]:
-            terminal.print(styled("        ", (line, "dim")), soft_wrap=True)
+            terminal.print(styled((wrapped(line, terminal.width, INDENT, INDENT + "    "), "dim")), soft_wrap=True)
     prose = [" ".join(p.split()) for p in page["description"].split("\n\n")[1:] if not p.startswith("(")]
     terminal.print("\n" + "\n\n".join(prose) + "\n")
     if page["option_table"]:
-        table = Table(title="Options", title_justify="left")
-        for heading in ("option", "default", "takes", "meaning"):
-            table.add_column(heading, overflow="fold")
+        terminal.print("Options")
         for row in page["option_table"]:
-            table.add_row(*(row[key] for key in ("option", "default", "takes", "meaning")))
-        terminal.print(table)
+            terminal.print(styled("  ", (f"{row['option']} = {row['default']}", "bold"), f"  ({row['takes']})"))
+            terminal.print(wrapped(row["meaning"], terminal.width, INDENT, INDENT), soft_wrap=True)
+        terminal.print()
     terminal.print(cost_table(page) if "cost" in page else kv_cost_table(page))
 
 
@@ -193,7 +203,7 @@ def cost_table(page: dict[str, Any]) -> Any:
         ("parameters", f"{figures['parameters']:,}" + (f"  ({page['parameters_formula']})" if defaults else "")),
         ("semiseparable rank of M", rank),
         ("starts as PreNorm", facts["preserves_prenorm"]),
-        ("two-phase", "yes: the queries are known in advance, and sites share a pass" if facts["two_phase"] else "no"),
+        ("two-phase", "yes: the queries are known in advance, so sites share passes" if facts["two_phase"] else "no"),
         ("state", page["state"]),
         ("state, widths D per token", f"{widths(page)}, at a cut / in a read"),
         ("state, bytes per token", f"{at_cut:,}/{in_read:,} in {figures['dtype']}"),
@@ -266,5 +276,5 @@ def print_counts(presets: list[dict[str, Any]]) -> None:
         table.add_row(row["name"], *(f"{row['parameters'][key] / 1e6:,.2f}" for key in headings))
     terminal = console()
     terminal.print(table)
-    terminal.print("active: what one token uses, all but the experts that it does not go to")
-    terminal.print("Configuration and exact counts of one: depthmix show --preset NAME")
+    terminal.print("active: parameters that one token uses; experts it is not routed to are left out")
+    terminal.print("Configuration and exact counts of one preset: depthmix show --preset NAME")

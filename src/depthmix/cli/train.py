@@ -6,16 +6,16 @@ import dataclasses
 import json as json_format
 import math
 import shlex
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import tyro
-
-from depthmix.cli.shared import Several
+from depthmix.cli.shared import SET, Data, Several, flag, switch
 from depthmix.ops import keep_freed_memory
 from depthmix.support.checks import split_pair
-from depthmix.support.terminal import Progress, say
+from depthmix.support.terminal import Progress, format_duration, print_wrapped, say
 from depthmix.training import (
     BadLoss,
     CheckpointError,
@@ -28,81 +28,195 @@ from depthmix.training import (
     train,
 )
 from depthmix.training.dial import dial_tokens
+from depthmix.training.estimate import estimate_seconds
+from depthmix.training.manifest import list_checkpoints, step_of
 from depthmix.training.overrides import check_excluding, override_all
 from depthmix.training.ranks import main_process
 from depthmix.training.recipes import RULE, chosen_mixers, describe_recipe
 
+DAY = 86_400.0  # seconds
+
+EXAMPLES = (
+    "depthmix train --mixer block_attnres --depth 4 --steps 20 --folder runs/small",
+    "depthmix train --mixer mhc --lr 5e-3 --set mixer.streams=2 --print-config",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    mixer: Annotated[
+        str | None,
+        flag("A mechanism. A KV mechanism alone uses the plain residual; join two with +, such as "
+             "attnres+value_residual.", "NAME", default="residual"),
+    ] = None  # fmt: skip
+    depth: Annotated[
+        int | None,
+        flag("The main dial: the number of sublayers, attention and MLP counted separately. Width, learning rate, "
+             "batch and length follow from it.", "L", default="12"),
+    ] = None  # fmt: skip
+    dim: Annotated[int | None, flag("Width.", "D", default="follows from the depth")] = None
+    preset: Annotated[
+        str | None,
+        flag("Instead of --depth: a model of one of the papers with its whole recipe, such as attnres-194m; or attnres "
+             "together with --depth, which applies the rule of that paper's table to another size. "
+             "`depthmix show --preset all` lists them.", "NAME", default=""),
+    ] = None  # fmt: skip
+    config: Annotated[
+        Path | None,
+        flag("Instead of --depth: a TOML file, such as the config.toml of another run.", "FILE", default=""),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData(Data):
+    context: Annotated[
+        int | None,
+        flag(
+            "Tokens per sequence; the same as --set data.tokens_per_row.",
+            "TOKENS",
+            default="256, or 512 for wide models",
+        ),
+    ] = None
+    batch: Annotated[
+        int | None,
+        flag("Sequences per step (per micro-batch where steps accumulate several), over all ranks; the same as --set "
+             "data.rows.", "SEQUENCES", default="16, or 32 for wide models"),
+    ] = None  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    tokens: Annotated[
+        float | None,
+        flag("Tokens to train on.", "TOKENS", default="20 per parameter without embeddings, or the preset's"),
+    ] = None
+    steps: Annotated[
+        int | None,
+        flag("Steps to train for; overrides --tokens. The same as --set run.steps.", "STEPS", default=""),
+    ] = None
+    lr: Annotated[
+        float | None,
+        flag("Peak learning rate; the same as --set optimizer.lr.", "RATE", default="follows from width and optimiser"),
+    ] = None
+    seed: Annotated[
+        int | None,
+        flag(
+            "Seed of the initial weights and of the order of the data; the same as --set run.seed.", "SEED", default="0"
+        ),
+    ] = None
+    set_: Annotated[Several, SET] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    device: Annotated[
+        str | None, flag("Such as cpu, cuda or cuda:1; the same as --set run.device.", "DEVICE", default="cpu")
+    ] = None
+    precision: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        flag("float32 or bfloat16 (autocast); the same as --set run.precision.", "PRECISION", default="float32"),
+    ] = None
+    compile: Annotated[bool, switch("Use torch.compile; the same as --set run.compile=true.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    folder: Annotated[
+        Path | None,
+        flag("Folder of the run. If it contains an unfinished run, training resumes.", "FOLDER",
+             default="runs/MIXER-DEPTH"),
+    ] = None  # fmt: skip
+    restart: Annotated[bool, switch("Train from step 0, and remove what the folder contains of an earlier run.")] = (
+        False
+    )
+    yes: Annotated[bool, switch("Start even if the run will take more than a day on this machine.")] = False
+    print_config: Annotated[
+        bool, switch("Print the resolved configuration as TOML and exit: every field that --set takes, with its value.")
+    ] = False
+    every: Annotated[int, flag("Without a terminal, print a line every N steps.", "N")] = 1
+    json: Annotated[bool, switch("Print the result as one JSON object.")] = False
+
 
 def run(
-    folder: Path | None = None,
-    mixer: str | None = None,
-    depth: int | None = None,
-    dim: int | None = None,
-    data: str | None = None,
-    tokenizer: str | None = None,
-    preset: str | None = None,
-    config: Path | None = None,
-    tokens: float | None = None,
-    steps: int | None = None,
-    seed: int | None = None,
-    set_: Annotated[Several, tyro.conf.arg(name="set", aliases=("-s",), metavar="KEY=VALUE")] = (),
-    restart: bool = False,
-    print_config: bool = False,
-    every: int = 1,
-    json: bool = False,
+    *,
+    model: Model = Model(),
+    data: TrainingData = TrainingData(),
+    training: Training = Training(),
+    machine: Machine = Machine(),
+    run: Run = Run(),
 ) -> int:
-    """Train a decoder; progress on stderr, the result on stdout.
+    """Train a decoder. Progress goes to stderr, the result to stdout.
 
-    Exit code 1 where training stopped by itself (a bad loss, a full disk), 130 after Ctrl-C; both can be resumed.
+    --print-config shows every field of the configuration and its value; --set changes any of them.
 
-    Args:
-        folder: of the run; if it contains an unfinished run, training resumes. By default runs/MIXER-DEPTH.
-        mixer: a mechanism; a KV site alone goes with the residual; attnres+value_residual has both.
-        depth: the dial: sublayers, attention and MLP counted separately; width, rate, batch and length follow (12).
-        dim: width; by default as the dial derives it.
-        data: stdlib (the default), a folder, a text, JSONL or Parquet file, or hf:NAME.
-        tokenizer: bytes (the default), bpe:4096, or a tokenizer.json.
-        preset: how a paper trained one of its models, such as attnres-194m, instead of the dial; or attnres with
-            --depth and --dim: the rule of that paper's table at another size.
-        config: a TOML file to begin with instead of the dial, such as the config.toml of another run.
-        tokens: to train on; by default 20 per parameter, or as many as the preset has.
-        steps: to train for; prevails over tokens.
-        seed: of weights and data order.
-        set_: any field by its dotted key, such as optimizer.lr=1e-3 or mixer.block_sublayers=4; repeat the flag for
-            each field.
-        restart: train from step 0 and remove what the folder holds of an earlier run.
-        print_config: print the resolved configuration as TOML and end.
-        every: without a terminal, print a line every N steps.
-        json: print the result as one object.
+    Exit code 1 if training stopped by itself (a bad loss, a full disk), 130 after Ctrl-C; both can be resumed by the
+    same command.
     """
-    flags = {"data.source": data, "data.tokenizer": tokenizer, "run.steps": steps, "run.seed": seed}
-    pairs = [
-        *(split_pair(text, "optimizer.lr=1e-3") for text in set_),
-        *((key, value) for key, value in flags.items() if value is not None),
-    ]
-    chosen = resolve_config(folder, mixer, depth, dim, preset, config, tokens, pairs)
-    numbers = "" if preset is None else describe_recipe(preset, chosen)
-    if print_config:
+    chosen = resolve_config(model, run.folder, training.tokens, given_fields(data, training, machine))
+    numbers = "" if model.preset is None else describe_recipe(model.preset, chosen)
+    if run.print_config:
         print(f"# {numbers}\n{chosen.to_toml()}" if numbers else chosen.to_toml(), end="")
         return 0
     if numbers and main_process():
         say(numbers)
     if chosen.run.device == "cpu":
         keep_freed_memory()
-    result = train_until_stopped(chosen, restart, TrainingProgress(every))
+    seconds = estimate_seconds(chosen)
+    if main_process():
+        check_duration(seconds(steps_left(chosen, run.restart)), run.yes)
+    result = train_until_stopped(chosen, run.restart, TrainingProgress(chosen, run.every, seconds))
     if isinstance(result, int):
         return result
     if not main_process():
         return 0
-    if json:
+    if run.json:
         print(json_format.dumps(dataclasses.asdict(result), indent=2))
         return 0
-    print(
+    print_wrapped(
         f"{chosen.run.folder}: validation loss {result.validation_loss:.4f}, {result.bits_per_byte:.4f} bits per byte "
         f"after {result.tokens:,} tokens; {result.tokens_per_second:,.0f} tokens/s, "
         f"{result.peak_memory_bytes / 2**20:,.0f} MiB, {result.flops:.3g} FLOPs"
     )
     return 0
+
+
+def given_fields(data: TrainingData, training: Training, machine: Machine) -> list[tuple[str, Any]]:
+    """Dotted keys and values, of --set and of the flags that stand for a key; one key takes one of both."""
+    flags = {
+        "data": ("data.source", data.data),
+        "tokenizer": ("data.tokenizer", data.tokenizer),
+        "context": ("data.tokens_per_row", data.context),
+        "batch": ("data.rows", data.batch),
+        "steps": ("run.steps", training.steps),
+        "lr": ("optimizer.lr", training.lr),
+        "seed": ("run.seed", training.seed),
+        "device": ("run.device", machine.device),
+        "precision": ("run.precision", machine.precision),
+        "compile": ("run.compile", machine.compile or None),
+    }
+    pairs = [split_pair(text, "optimizer.weight_decay=0.05") for text in training.set_]
+    keys = {key for key, _ in pairs}
+    for name, (key, value) in flags.items():
+        if value is not None and key in keys:
+            raise ValueError(f"--{name} {value} beside --set {key}=…; expected one of them: they set the same field")
+    return [*pairs, *((key, value) for key, value in flags.values() if value is not None)]
+
+
+def steps_left(config: TrainConfig, restart: bool) -> int:
+    """Steps between the newest checkpoint and the end of the run."""
+    folder = Path(config.run.folder)
+    done = 0 if restart else max(map(step_of, list_checkpoints(folder / "checkpoints")), default=0)
+    return max(0, config.run.steps - done)
+
+
+def check_duration(seconds: float, accepted: bool) -> None:
+    """More than a day must be meant: it takes --yes on a terminal, and a warning elsewhere."""
+    if seconds <= DAY or accepted:
+        return
+    duration = f"this run will take roughly {format_duration(seconds)} on this machine"
+    if sys.stderr.isatty():
+        raise ValueError(f"{duration}. Add --yes to start it, or choose a smaller budget with --tokens or --depth")
+    say(f"depthmix: {duration}; a smaller budget (--tokens, --depth) or a faster --device takes less")
 
 
 def train_until_stopped(chosen: TrainConfig, restart: bool, progress: TrainingProgress) -> Result | int:
@@ -130,16 +244,10 @@ def train_until_stopped(chosen: TrainConfig, restart: bool, progress: TrainingPr
 
 
 def resolve_config(
-    folder: Path | None,
-    mixer: str | None,
-    depth: int | None,
-    dim: int | None,
-    preset: str | None,
-    file: Path | None,
-    tokens: float | None,
-    pairs: list[tuple[str, Any]],
+    model: Model, folder: Path | None, tokens: float | None, pairs: list[tuple[str, Any]]
 ) -> TrainConfig:
     """File, preset or dial first, then dotted keys, the later ones last. A folder alone says it all, to restart too."""
+    mixer, depth, dim, preset, file = model.mixer, model.depth, model.dim, model.preset, model.config
     if tokens is not None and not 0 < tokens < math.inf:
         raise ValueError(f"tokens={tokens}; expected a number above 0")
     saved = None if folder is None else folder / "config.toml"
@@ -204,38 +312,45 @@ def parse_whole(name: str, value: str) -> int:
 class TrainingProgress:
     """Progress of a run from its events: a bar on a terminal, else a line for every `every`-th step."""
 
-    def __init__(self, every: int) -> None:
-        self.every = max(1, every)
+    def __init__(self, config: TrainConfig, every: int, seconds: Callable[[int], float]) -> None:
+        self.config, self.every, self.seconds = config, max(1, every), seconds
         self.display: Progress | None = None  # before the first event nothing has begun
-        self.steps, self.validation = 0, ""
+        self.steps, self.validation = config.run.steps, ""
 
     def report(self, event: Mapping[str, Any]) -> None:
         kind, step = event["kind"], event["step"]
         if kind == "begin":
             self.begin(event)
         elif kind == "validation":
-            self.validation = f"  validation {event['loss']:.4f}"
-            say(f"step {step}/{self.steps}{self.validation}  {event['bits_per_byte']:.4f} bits per byte")
+            self.validation = f", validation {event['loss']:.4f}"
+            say(f"step {step}/{self.steps}{self.validation}, {event['bits_per_byte']:.4f} bits per byte")
         elif kind == "skipped":
-            say(f"step {step}/{self.steps}  skipped: {event['problem']}")
+            say(f"step {step}/{self.steps} skipped: {event['problem']}")
         elif kind == "train" and self.display is not None:
             self.show_step(self.display, event)
 
     def begin(self, event: Mapping[str, Any]) -> None:
-        self.steps, first = event["steps"], event["step"]
-        length = f"resumes after step {first} of {self.steps}" if first else f"{self.steps} steps"
-        say(f"{event['parameters']:,} parameters, {length}")
-        if event["layout"]:
-            say(f"depth mixing: {event['layout']}")
+        """Before the first step: the model, how much data it will see, and roughly how long that takes."""
+        first, tokens = event["step"], self.steps * self.config.tokens_per_step
+        epochs = tokens / event["train_tokens"]
+        say(f"model: {event['parameters']:,} parameters{'; ' + event['layout'] if event['layout'] else ''}")
+        say(
+            f"training: {tokens:,} tokens in {self.steps:,} steps of {self.config.tokens_per_step:,}, "
+            f"{epochs:.3g} epochs of {event['train_tokens']:,} tokens"
+        )
+        resumed = f"resumes after step {first:,}; " if first else ""
+        say(
+            f"{resumed}roughly {format_duration(self.seconds(self.steps - first))} by the speed of matrix products here"
+        )
         self.display = Progress(self.steps, first=first, every=0)
 
     def show_step(self, display: Progress, event: Mapping[str, Any]) -> None:
         step, speed = event["step"], f"{event['tokens_per_second']:,.0f} tokens/s"
-        position = f"step {step}/{self.steps}  loss {event['loss']:.4f}"
+        position = f"step {step}/{self.steps}, loss {event['loss']:.4f}"
         if display.on_terminal:
-            display.update(step, f"{position}{self.validation}  {speed}")
+            display.update(step, f"{position}{self.validation}, {speed}")
         elif step % self.every == 0 or step == self.steps:
-            display.update(step, f"{position}  lr {event['lr']:.3g}  norm {event['grad_norm']:.3g}  {speed}")
+            display.update(step, f"{position}, lr {event['lr']:.3g}, gradient norm {event['grad_norm']:.3g}, {speed}")
 
     def end(self) -> None:
         if self.display is not None:

@@ -11,6 +11,7 @@ import torch
 import tyro
 
 from depthmix.analysis.invariants import Check, verify
+from depthmix.cli.shared import flag, switch
 from depthmix.mechanisms import PluginError, mechanism
 from depthmix.mechanisms.registry import naming_plugin, survey
 from depthmix.ops.attend import dispatch
@@ -20,25 +21,31 @@ from depthmix.support.terminal import console, styled, track
 Outcome = tuple[str, Mapping[str, Any], list[Check]]
 
 
-def run(
-    names: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
-    dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float64",
-    device: str = "cpu",
-    dim: int = 8,
-    depth: int = 7,
-    checks: bool = False,
-    json: bool = False,
-) -> int:
-    """Measure what must hold for every mechanism; exit code 1 where something does not, or where a plug-in is broken.
+EXAMPLES = (
+    "depthmix verify attnres mhc",
+    "depthmix verify residual --dtype float32 --checks",
+)
 
-    Args:
-        names: mechanisms to check; all of them by default, each with every option.
-        dtype: of the stream.
-        device: such as cpu or cuda.
-        dim: width; a multiple of 8, so that every option fits, at most 4096.
-        depth: number of sublayers, 4 to 256.
-        checks: print every check, not one line for each set of options.
-        json: print one object, with the machine and a list of checks, instead of a table.
+
+def run(
+    names: Annotated[
+        tuple[str, ...],
+        tyro.conf.Positional,
+        flag("Mechanisms to check, each with every option.", "[NAME ...]", default="all of them"),
+    ] = (),
+    dtype: Annotated[
+        Literal["float64", "float32", "bfloat16", "float16"], flag("Data type of the stream.")
+    ] = "float64",
+    device: Annotated[str, flag("Such as cpu or cuda.", "DEVICE")] = "cpu",
+    dim: Annotated[int, flag("Width: a multiple of 8, so that every option fits, at most 4096.", "D")] = 8,
+    depth: Annotated[int, flag("Number of sublayers, 4 to 256.", "L")] = 7,
+    checks: Annotated[bool, switch("Print every check instead of one line for each set of options.")] = False,
+    json: Annotated[bool, switch("Print one JSON object, with the machine and a list of checks.")] = False,
+) -> int:
+    """Check the invariants of every mechanism and option on this machine.
+
+    Exit code 1 if a check fails or a plug-in is broken. The last line says which backend serves the reads of attnres
+    and block_attnres on this device and in this data type.
     """
     if dim % 8 or not 8 <= dim <= 4096 or not 4 <= depth <= 256:
         raise ValueError(f"dim={dim}, depth={depth}; expected a multiple of 8 up to 4096 and a depth of 4 to 256")

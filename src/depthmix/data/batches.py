@@ -1,4 +1,4 @@
-"""Rows of tokens in an order that only the seed decides, for any number of ranks. Axes: B row, T token."""
+"""Rows of tokens in an order that depends only on the seed, for any number of ranks. Axes: B row, T token."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from depthmix.data.shards import Tokens
 
 ROUNDS = 8
-RUN_LENGTH = 1024  # neighbours of a permutation that are computed at once
+RUN_LENGTH = 1024  # consecutive entries of a permutation that are computed at once
 
 
 def shuffled(indices: np.ndarray, count: int, key: str) -> np.ndarray:
-    """Where a permutation of range(count) sends `indices`: a Feistel network, so nothing as long as `count` is held.
+    """The values of a permutation of range(count) at `indices`: a Feistel network, which needs no array of `count`.
 
-    Its domain is the next power of four; what falls outside is sent on until it is inside, which keeps it one-to-one.
-    Our own, since an order that a run was trained with must not change with a version of NumPy.
+    Its domain is the next power of four; it is applied again to values outside the range until they are inside, which
+    keeps it one-to-one. NumPy's permutations are not used, since the order of a run must not change with its version.
     """
     half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
@@ -39,7 +39,7 @@ def shuffled(indices: np.ndarray, count: int, key: str) -> np.ndarray:
 
 @lru_cache(maxsize=8)
 def shuffled_run(number: int, count: int, key: str) -> list[int]:
-    """The `number`-th run of neighbours of a permutation."""
+    """The `number`-th run of RUN_LENGTH consecutive entries of a permutation."""
     return shuffled(np.arange(number * RUN_LENGTH, min((number + 1) * RUN_LENGTH, count)), count, key).tolist()
 
 
@@ -51,7 +51,7 @@ def scrambled(x: np.ndarray) -> np.ndarray:
 
 
 def count_windows(tokens: Tokens | np.ndarray, tokens_per_row: int) -> int:
-    """Rows that a text has: neighbours share one token, so every token but the first is predicted once."""
+    """The number of rows in a text: neighbours share one token, so every token but the first is predicted once."""
     return max(len(tokens) - 1, 0) // tokens_per_row
 
 
@@ -63,10 +63,10 @@ def gather_rows(tokens: Tokens | np.ndarray, windows: list[int], tokens_per_row:
 
 
 class Batches:
-    """Endless rows [B / ranks, T + 1] of this rank; the ranks' rows one after another are the global batch [B, T + 1].
+    """An endless iterator of this rank's rows [B / ranks, T + 1]; all ranks together give the global batch [B, T + 1].
 
-    Every window comes once an epoch, in a new order each time; a batch may hold the end of one epoch and the start of
-    the next.
+    Every window occurs once per epoch, in a new order each time; a batch may contain the end of one epoch and the start
+    of the next.
     """
 
     def __init__(
@@ -80,16 +80,18 @@ class Batches:
         ranks: int = 1,
     ) -> None:
         if tokens_per_row < 1 or rows < 1:
-            raise ValueError(f"tokens_per_row={tokens_per_row}, rows={rows}; expected at least 1 of each")
+            raise ValueError(f"tokens_per_row={tokens_per_row}, rows={rows}; expected at least 1 for each")
         if not 0 <= rank < ranks or rows % ranks:
-            raise ValueError(f"rows={rows}, rank={rank}, ranks={ranks}; expected rows that the ranks share evenly")
+            raise ValueError(
+                f"rows={rows}, rank={rank}, ranks={ranks}; expected rows divisible by ranks, and 0 <= rank < ranks"
+            )
         self.tokens, self.tokens_per_row, self.rows = tokens, tokens_per_row, rows
         self.rank, self.ranks, self.seed = rank, ranks, seed
         self.windows = count_windows(tokens, tokens_per_row)
         if self.windows < rows:
             raise ValueError(
-                f"{len(tokens):,} training tokens are {self.windows} rows of {tokens_per_row}; expected at least one "
-                f"batch of {rows}: give more text, shorter rows or fewer of them"
+                f"{len(tokens):,} training tokens give {self.windows} rows of {tokens_per_row}; expected at least "
+                f"{rows}, one batch: use more text, shorter rows or fewer rows per batch"
             )
         self.epoch = self.position = 0
 
@@ -122,8 +124,8 @@ class Batches:
         for name in ("windows", "tokens_per_row"):
             if state[name] != getattr(self, name):
                 raise ValueError(
-                    f"the saved position is in data with {name}={state[name]}, here it is {getattr(self, name)}; "
-                    "expected the same tokens and length of rows"
+                    f"the saved position is for data with {name}={state[name]}, but here it is {getattr(self, name)}; "
+                    "expected the same tokens and tokens_per_row"
                 )
         self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
 
@@ -131,11 +133,11 @@ class Batches:
 def validation_batches(
     tokens: Tokens | np.ndarray, tokens_per_row: int, rows: int, limit: int | None = None
 ) -> Iterator[Tensor]:
-    """The same `limit` batches every time, spread over the whole side; None or 0: all of it. The last may be short."""
+    """The same `limit` batches every time, spread over all validation tokens; None or 0: all. The last may be short."""
     count = count_windows(tokens, tokens_per_row)
     if count == 0:
         raise ValueError(
-            f"{len(tokens):,} validation tokens are less than one row of {tokens_per_row} + 1; expected more text, a "
+            f"{len(tokens):,} validation tokens are fewer than one row of {tokens_per_row} + 1; use more text, a "
             "larger validation share or shorter rows"
         )
     end = min(count, limit * rows) if limit else count

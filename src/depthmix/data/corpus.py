@@ -1,8 +1,8 @@
 """A source as tokens on disk: prepared once, checked whenever it is opened.
 
-A prepared folder holds `train-00000.bin`, `validation-00000.bin` and so on (bare little-endian ids), `tokenizer.json`
-unless tokens are bytes, and `manifest.json` with sizes and hashes of all of them. It is made beside its target and
-renamed, so it is there whole or not at all.
+A prepared folder contains `train-00000.bin`, `validation-00000.bin` and so on (little-endian ids without a header),
+`tokenizer.json` unless tokens are bytes, and `manifest.json` with the sizes and hashes of these files. It is written
+under a temporary name and renamed, so it is either complete or absent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from depthmix.data.manifest import MANIFEST, REMEDY, SIDES, check_file, describe_file, read_manifest, write_manifest
 from depthmix.data.shards import SHARD_BYTES, Tokens, Writer, write_shards
-from depthmix.data.sources import Census, Source, census, open_source, read_with_progress, watched
+from depthmix.data.sources import Census, Source, census, counted_pieces, open_source, read_with_progress
 from depthmix.data.tokenizers import TOKENIZER_FILE, BatchTokenizer, identify_tokenizer, make_tokenizer
 from depthmix.support.checks import user_path
 from depthmix.support.files import flush, lock
@@ -35,10 +35,10 @@ class Corpus:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], verify: bool | None = None) -> Corpus:
-        """Open what `prepare` made. Sizes are always compared.
+        """Open a folder that `prepare` made. Sizes are always compared.
 
         Args:
-            verify: compare hashes too; None: where this process has not done so since the file was last written.
+            verify: compare hashes too; None: unless this process has done so since the file was last written.
         """
         folder = Path(folder)
         manifest = read_manifest(folder)
@@ -59,17 +59,17 @@ class Corpus:
 
     @property
     def separator(self) -> int | None:
-        """The id that ends every document; None where the tokenizer has none."""
+        """The id that ends every document; None if the tokenizer has none."""
         return self.manifest["tokenizer"]["separator"]
 
     @property
     def bytes_per_token(self) -> float:
-        """Of the validation side, where bits per byte are measured."""
+        """Bytes per token of the validation split, where bits per byte are measured."""
         return self.manifest["validation"]["bytes"] / self.manifest["validation"]["tokens"]
 
     @property
     def digest(self) -> str:
-        """Of documents, split, tokenizer and tokens, wherever they are."""
+        """Digest of documents, split, tokenizer and tokens, independent of their location."""
         return str(self.manifest["digest"])
 
 
@@ -83,19 +83,19 @@ def prepare(
     field: str = "text",
     shard_bytes: int = SHARD_BYTES,
 ) -> Corpus:
-    """Tokenise a source into `folder`, once: what is there already is checked and opened.
+    """Tokenise a source into `folder`; if the folder is already prepared, check and open it.
 
     Args:
         source: `stdlib`, a folder, a text, .jsonl or .parquet file, or `hf:NAME`.
-        tokenizer: `bytes`, `bpe:4096` (trained on the training side) or the path of a tokenizer.json.
-        folder: where the tokens are put; another process that prepares the same waits.
+        tokenizer: `bytes`, `bpe:4096` (trained on the training split) or the path of a tokenizer.json.
+        folder: folder for the tokens; another process that prepares the same folder waits.
         validation: share of the documents that is held out.
-        seed: of the choice which documents these are.
-        field: where a row of JSONL, Parquet or a dataset has its text.
+        seed: seed of the choice of these documents.
+        field: field that contains the text in a row of JSONL, Parquet or a dataset.
         shard_bytes: largest size of a file of tokens.
     """
     if not 0 < validation < 1:
-        raise ValueError(f"validation={validation}; expected a share between 0 and 1")
+        raise ValueError(f"validation={validation}; expected a number between 0 and 1, both excluded")
     target = Path(folder)
     request = Request(
         source=source, tokenizer=tokenizer, name=identify_tokenizer(tokenizer), share=validation, seed=seed, field=field
@@ -107,8 +107,10 @@ def prepare(
             check_request(corpus, request)
             return corpus
         if target.is_dir() and any(target.iterdir()):
-            raise FileExistsError(f"{target} has files but no {MANIFEST}; {REMEDY.lower()}, or choose another folder")
-        # Whoever made this was interrupted: the lock is ours.
+            raise FileExistsError(
+                f"{target} contains files but no {MANIFEST}; {REMEDY.lower()}, or choose another folder"
+            )
+        # Left by an interrupted process: this process holds the lock.
         part = target.with_name(f".{target.name}.part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
@@ -125,12 +127,12 @@ def prepare(
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What `prepare` is asked for."""
+    """The arguments of `prepare`."""
 
     source: str
     tokenizer: str
-    name: str  # of the tokenizer, as the manifest keeps it
-    share: float  # of the documents that is held out
+    name: str  # name of the tokenizer in the manifest
+    share: float  # share of the documents that is held out
     seed: int
     field: str
 
@@ -138,7 +140,7 @@ class Request:
         return open_source(self.source, field=self.field, share=self.share, seed=self.seed)
 
     def settings(self) -> dict[str, Any]:
-        """As the manifest keeps them."""
+        """The settings as stored in the manifest."""
         return {"share": self.share, "seed": self.seed, "field": self.field}
 
 
@@ -148,17 +150,19 @@ def build(request: Request, folder: Path, shard_bytes: int) -> None:
     source = request.open()
     if source.skipped:
         names = ", ".join(source.skipped[:5]) + (" …" if len(source.skipped) > 5 else "")
-        say(f"{source.name}: left out {len(source.skipped)} files that are no text: {names}")
+        say(f"{source.name}: skipped {len(source.skipped)} files that are not text: {names}")
     counted = census(read_with_progress(source, "reading"))
     bound = split_bound(source, counted, request.share)
     training_pieces = (piece for piece in source.read() if piece.split_value >= bound)
     tokenizer = make_tokenizer(request.tokenizer, folder, training_pieces)
     if tokenizer.separator is None:
-        say(f"{request.tokenizer} has no token that ends a document: documents follow each other bare")
+        say(f"{request.tokenizer} has no token that ends a document: documents are joined without a separator")
     dtype = "<u2" if tokenizer.size <= 1 << 16 else "<u4"
     writers = {side: Writer(folder, side, dtype, shard_bytes) for side in SIDES}
     if write_sides(source, tokenizer, bound, writers) != counted:
-        raise ValueError(f"{source.name} changed while it was read. Prepare it again when nothing writes to it")
+        raise ValueError(
+            f"{source.name} changed while it was being read. Prepare it again when no other process writes to it"
+        )
     file = folder / TOKENIZER_FILE
     write_manifest(
         folder,
@@ -183,10 +187,10 @@ def build(request: Request, folder: Path, shard_bytes: int) -> None:
 
 
 def write_sides(source: Source, tokenizer: BatchTokenizer, bound: float, writers: dict[str, Writer]) -> Census:
-    """The shards of both sides; what was read for them is counted once more."""
+    """Write the shards of both splits; the documents read are counted once more."""
     counted: list[Census] = []
     try:
-        pieces = watched(read_with_progress(source, "tokenising"), counted.append)
+        pieces = counted_pieces(read_with_progress(source, "tokenising"), counted.append)
         write_shards(pieces, tokenizer, bound, **writers)
         for writer in writers.values():
             writer.close()
@@ -197,11 +201,11 @@ def write_sides(source: Source, tokenizer: BatchTokenizer, bound: float, writers
 
 
 def split_bound(source: Source, counted: Census, share: float) -> float:
-    """Split values below it are held out: the share, moved where that leaves one side without any document."""
+    """The bound below which split values are held out: the share, adjusted if it would leave one split empty."""
     if counted.lowest >= counted.highest:
         raise ValueError(
-            f"{source.name} has {counted.documents} different documents that can be split; expected two or more, so "
-            "that one is held out"
+            f"{source.name} has {counted.documents} documents that can be split; expected at least two different ones, "
+            "so that one can be held out"
         )
     if counted.lowest >= share:
         return math.nextafter(counted.lowest, 1.0)
@@ -209,7 +213,7 @@ def split_bound(source: Source, counted: Census, share: float) -> float:
 
 
 def check_request(corpus: Corpus, request: Request) -> None:
-    """The folder must have what is asked for; the source by its content, or by its name if it is gone."""
+    """Check that the folder matches the request; the source by its content, or by its name if it no longer exists."""
     manifest, folder = corpus.manifest, corpus.folder
     prepared = {**manifest, "tokenizer": corpus.tokenizer_name}
     for key, value in {"tokenizer": request.name, **request.settings()}.items():
@@ -222,7 +226,7 @@ def check_request(corpus: Corpus, request: Request) -> None:
         source = request.open()
     except FileNotFoundError:
         if manifest["source"] == str(user_path(request.source).resolve()):
-            say(f"{request.source} is gone; going on with what {folder} has of it")
+            say(f"{request.source} no longer exists; using its tokens in {folder}")
             return
         raise
     if source.stamp is None:  # a dataset, by name
@@ -231,6 +235,6 @@ def check_request(corpus: Corpus, request: Request) -> None:
         same = source.stamp == manifest["stamp"] or census(source.read()).sha256 == manifest["documents"]["sha256"]
     if not same:
         raise ValueError(
-            f"{folder} was prepared from {manifest['source']}, whose content was not that of {request.source} now. "
+            f"{folder} was prepared from {manifest['source']}, whose content differs from {request.source} now. "
             "Choose another folder, or remove this one to prepare it again"
         )

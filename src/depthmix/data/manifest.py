@@ -1,4 +1,4 @@
-"""The manifest of a prepared folder: sizes and hashes of its files, how they were made, and the digest of all that."""
+"""The manifest of a prepared folder: sizes and hashes of its files, the settings used, and a digest of all these."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 SIDES = ("train", "validation")
 REMEDY = "Remove the folder and prepare it again"
-# What says nothing about the tokens: the same text prepared elsewhere has the same digest.
+# Fields that do not affect the tokens: the same text prepared elsewhere has the same digest.
 NOT_DIGESTED = ("digest", "depthmix", "source", "stamp")
-verified: set[tuple[Any, ...]] = set()  # files whose hash this process has seen to be right
+verified: set[tuple[Any, ...]] = set()  # files whose hash this process has verified
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
@@ -29,7 +29,7 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
-        raise FileNotFoundError(f"no {path}; expected a folder that depthmix prepared")
+        raise FileNotFoundError(f"{path} does not exist; expected a folder that depthmix prepared")
     manifest = read_object(path, REMEDY, ("format",))
     if manifest["format"] != FORMAT:
         raise ValueError(
@@ -38,7 +38,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         )
     whole = {"digest", "source", "stamp"} <= set(manifest) and isinstance(manifest.get("tokenizer"), dict)
     if not whole or manifest["digest"] != digest_manifest(manifest):
-        raise ValueError(f"{path} was altered: its digest is not that of its content. {REMEDY}")
+        raise ValueError(f"{path} was modified: its digest does not match its content. {REMEDY}")
     return manifest
 
 
@@ -54,16 +54,16 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def check_file(folder: Path, entry: dict[str, Any], verify: bool | None) -> None:
-    """The file of an entry has its size and, where `Corpus.load` says so, its hash."""
+    """Check that a file has the size in its entry and, depending on `verify` (see `Corpus.load`), the hash."""
     path = folder / entry["file"]
     if not path.is_file():
-        raise FileNotFoundError(f"no {path}, which {MANIFEST} names. {REMEDY}")
+        raise FileNotFoundError(f"{path}, listed in {MANIFEST}, does not exist. {REMEDY}")
     state = path.stat()
     if state.st_size != entry["bytes"]:
-        damage = "truncated" if state.st_size < entry["bytes"] else "altered"
+        damage = "truncated" if state.st_size < entry["bytes"] else "modified"
         raise ValueError(f"{path} is {damage}: {state.st_size:,} bytes; {MANIFEST} says {entry['bytes']:,}. {REMEDY}")
     key = (str(path.resolve()), state.st_ino, state.st_mtime_ns, entry["sha256"])
     if verify or (verify is None and key not in verified):
         if digest(path) != entry["sha256"]:
-            raise ValueError(f"{path} is altered or damaged: its SHA-256 is not the one in {MANIFEST}. {REMEDY}")
+            raise ValueError(f"{path} is modified or damaged: its SHA-256 differs from the one in {MANIFEST}. {REMEDY}")
         verified.add(key)

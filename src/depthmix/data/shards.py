@@ -1,7 +1,7 @@
-"""Shards: the tokens of one side in files of bare little-endian ids, written one after another and read as one array.
+"""Shards: the tokens of one split in files of little-endian ids, written one after another and read as one array.
 
-After every document comes a separator. It counts as one byte of text, so that a byte model has exactly one byte per
-token, and bits per byte include the price of an end.
+Every document is followed by a separator. It counts as one byte of text, so that a byte model has exactly one byte per
+token, and bits per byte include the cost of predicting the end of a document.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from depthmix.data.sources import Piece
 from depthmix.data.tokenizers import BatchTokenizer
 from depthmix.support.files import flush
 
-SHARD_BYTES = 64 << 20  # at most
-GROUP_BYTES = 1 << 20  # of text that is encoded at once
+SHARD_BYTES = 64 << 20  # maximum size of a shard
+GROUP_BYTES = 1 << 20  # bytes of text that are encoded at once
 
 
 class Tokens:
-    """Ids of one side: its shards as one array, of which a slice is read at a time."""
+    """The ids of one split: its shards as one array, from which slices are read."""
 
     def __init__(self, paths: list[Path], dtype: str) -> None:
         self.dtype = np.dtype(dtype)
@@ -41,7 +41,7 @@ class Tokens:
     def __getitem__(self, wanted: slice) -> np.ndarray:
         start, stop, step = wanted.indices(len(self))
         if step != 1:
-            raise ValueError(f"step {step}; expected a slice of neighbours")
+            raise ValueError(f"step {step}; expected a slice with step 1")
         shard = bisect_right(self.ends, start) - 1
         parts = []
         while start < stop:
@@ -59,7 +59,7 @@ class Count:
 
 
 class Writer:
-    """One side's tokens, in shards of at most `limit` bytes."""
+    """Writes the tokens of one split in shards of at most `limit` bytes."""
 
     def __init__(self, folder: Path, name: str, dtype: str, limit: int) -> None:
         self.folder, self.name, self.dtype = folder, name, dtype
@@ -101,12 +101,12 @@ class Writer:
 
     @contextmanager
     def disk_errors(self) -> Iterator[None]:
-        """A full disk, with the name of the file."""
+        """Add the name of the file to an error such as a full disk."""
         try:
             yield
         except OSError as error:
             raise OSError(
-                error.errno, f"{os.strerror(error.errno or 0)}; nothing was kept of it", str(self.path)
+                error.errno, f"{os.strerror(error.errno or 0)}; no partial data is kept", str(self.path)
             ) from error
 
     def manifest(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Writer:
 def write_shards(
     pieces: Iterable[Piece], tokenizer: BatchTokenizer, bound: float, train: Writer, validation: Writer
 ) -> None:
-    """Documents with a split value below `bound` to `validation`, the others to `train`."""
+    """Write documents with a split value below `bound` to `validation`, the others to `train`."""
     for group in grouped(pieces):
         for piece, ids in zip(group, tokenizer.encode_batch([piece.data for piece in group]), strict=True):
             writer = validation if piece.split_value < bound else train
@@ -131,7 +131,7 @@ def write_shards(
 
 
 def grouped(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces that are encoded together: as many as reach GROUP_BYTES."""
+    """Groups of pieces that are encoded together, of about GROUP_BYTES each."""
     group: list[Piece] = []
     size = 0
     for piece in pieces:

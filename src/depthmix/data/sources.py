@@ -1,8 +1,8 @@
-"""Where text comes from: documents of a source, in pieces of at most a few megabytes, always in the same order.
+"""Sources of text: their documents in pieces of at most a few megabytes, always in the same order.
 
-A document has a split value between 0 and 1, by a hash of its name (a file) or of its content (a row of JSONL or
-Parquet): values below the validation share are held out. So a document stays on its side when others are added, and
-equal rows are on one side. A single text has no names to go by: its end is held out.
+A document has a split value between 0 and 1, from a hash of its name (a file) or of its content (a row of JSONL or
+Parquet): values below the validation share are held out. So a document stays in its split when others are added, and
+equal rows are in the same split. In a single text file the end is held out.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from depthmix.data.rows import ROW_READERS, hub_rows
 from depthmix.support.checks import user_path
 from depthmix.support.terminal import Progress
 
-PIECE_BYTES = 1 << 22  # of a text that are held at once
-SAMPLE_BYTES = 1 << 16  # that show whether a file is text
+PIECE_BYTES = 1 << 22  # of a text that are in memory at once
+SAMPLE_BYTES = 1 << 16  # that are examined to decide whether a file is text
 EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-PREPARED_FILES = ("manifest.json", "train-00000.bin")  # what every folder of tokens holds
+PREPARED_FILES = ("manifest.json", "train-00000.bin")  # files that every folder of tokens contains
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of a document; `last` where the document ends."""
+    """A part of a document; `last` marks the end of the document."""
 
     split_value: float
     data: bytes
@@ -35,18 +35,18 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Something that can be read several times."""
+    """A source of text that can be read several times."""
 
     name: str
     read: Callable[[], Iterator[Piece]]
-    bytes: int | None = None  # of its files, for the progress
-    stamp: str | None = None  # equal: unchanged, without reading it; a hash of names, sizes and times
-    skipped: tuple[str, ...] = ()  # files that are no text
+    bytes: int | None = None  # size of its files, for the progress display
+    stamp: str | None = None  # hash of names, sizes and times: an equal stamp means unchanged content
+    skipped: tuple[str, ...] = ()  # files that are not text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Census:
-    """What a source holds: the hash covers split values and contents of all documents in their order."""
+    """Counts of a source, and a hash over the split values and contents of all documents in order."""
 
     documents: int
     bytes: int
@@ -56,12 +56,12 @@ class Census:
 
 
 def open_source(source: str, *, field: str = "text", share: float, seed: int) -> Source:
-    """The standard library, a folder, a file, or `hf:NAME[:CONFIG]`.
+    """Open `stdlib` (Python's standard library), a folder, a file, or `hf:NAME[:CONFIG]`.
 
     Args:
-        field: of a JSONL or Parquet row, or of a dataset's: where its text is.
-        share: of a single text: how much of its end is held out.
-        seed: of the split values.
+        field: field that contains the text in a row of JSONL, Parquet or a dataset.
+        share: share of a single text file that is held out, at its end.
+        seed: seed of the split values.
     """
     if source.startswith("hf:"):
         return Source(name=source, read=lambda: row_pieces(hub_rows(source, field), seed))
@@ -72,7 +72,9 @@ def open_source(source: str, *, field: str = "text", share: float, seed: int) ->
         return files_source(str(path.resolve()), folder_files(path), field, share, seed)
     if path.is_file():
         return files_source(str(path.resolve()), [(path.name, path)], field, share, seed)
-    raise FileNotFoundError(f"no {source!r}; expected stdlib, a folder, a text, .jsonl or .parquet file, or hf:NAME")
+    raise FileNotFoundError(
+        f"{source!r} does not exist; expected stdlib, a folder, a text, .jsonl or .parquet file, or hf:NAME"
+    )
 
 
 def stdlib_files() -> list[tuple[str, Path]]:
@@ -81,15 +83,15 @@ def stdlib_files() -> list[tuple[str, Path]]:
     files = [(name, path) for name, path in folder_files(root, EXCLUDED_FOLDERS) if path.suffix == ".py"]
     if not files:
         raise FileNotFoundError(
-            f"no *.py in {root}: this Python has no sources of its library. Give a folder or a file"
+            f"no *.py files in {root}: this Python has no sources of its standard library. Use a folder or a file"
         )
     return files
 
 
 def folder_files(root: Path, without: Collection[str] = ()) -> list[tuple[str, Path]]:
-    """Name and path of all files that are not hidden nor in folders called `without`, sorted by name.
+    """Name and path of all files that are not hidden and not in folders named in `without`, sorted by name.
 
-    Folders of tokens are left out: they may have been made of these files.
+    Folders of tokens are excluded: they may have been made from these files.
     """
     named_paths = []
     for parent, folders, files in os.walk(root):
@@ -103,13 +105,13 @@ def folder_files(root: Path, without: Collection[str] = ()) -> list[tuple[str, P
 
 
 def files_source(name: str, files: list[tuple[str, Path]], field: str, share: float, seed: int) -> Source:
-    """Those of `files` (name and path) that are text, or rows of it."""
+    """A source of those `files` (name and path) that are text, JSONL or Parquet."""
     readable = [path.suffix in ROW_READERS or is_text(path) for _, path in files]
     kept = [named for named, can in zip(files, readable, strict=True) if can]
     skipped = tuple(file for (file, _), can in zip(files, readable, strict=True) if not can)
     if not kept:
-        why = f"none of its {len(skipped)} files is text, the first is {skipped[0]}" if skipped else "it has no files"
-        raise ValueError(f"{name}: {why}. Expected text, .jsonl or .parquet")
+        why = f"none of its {len(skipped)} files is text (the first is {skipped[0]})" if skipped else "it has no files"
+        raise ValueError(f"{name}: {why}. Expected text, .jsonl or .parquet files")
     single = len(kept) == 1
 
     def read() -> Iterator[Piece]:
@@ -143,7 +145,7 @@ def is_text(path: Path) -> bool:
 
 
 def line_after(path: Path, position: int) -> int:
-    """The start of the first line at `position` or after; without one, `position` itself."""
+    """The start of the first line at or after `position`; `position` itself if there is none."""
     with path.open("rb") as file:
         file.seek(max(position - 1, 0))
         line = file.readline(PIECE_BYTES)
@@ -152,7 +154,7 @@ def line_after(path: Path, position: int) -> int:
 
 
 def text_pieces(path: Path, split_value: float, start: int, stop: int | None) -> Iterator[Piece]:
-    """A text in pieces that end with a line or, where a line is very long, with a whole character."""
+    """A text in pieces that end with a line or, if a line is very long, with a complete character."""
     with path.open("rb") as file:
         file.seek(start)
         left = (path.stat().st_size if stop is None else stop) - start
@@ -170,7 +172,7 @@ def text_pieces(path: Path, split_value: float, start: int, stop: int | None) ->
 
 def whole_characters(data: bytes) -> int:
     for back in range(1, min(4, len(data))):
-        if data[-back] & 0xC0 != 0x80:  # no continuation of a character: one may begin here
+        if data[-back] & 0xC0 != 0x80:  # not a continuation byte: a character may begin here
             return len(data) - back
     return len(data)
 
@@ -192,8 +194,8 @@ def read_with_progress(source: Source, label: str) -> Iterator[Piece]:
             yield piece
 
 
-def watched(pieces: Iterator[Piece], finish: Callable[[Census], None]) -> Iterator[Piece]:
-    """The same pieces, counted and hashed on their way."""
+def counted_pieces(pieces: Iterator[Piece], finish: Callable[[Census], None]) -> Iterator[Piece]:
+    """The same pieces, counted and hashed while they are read."""
     documents, size, lowest, highest = 0, 0, 1.0, 0.0
     source_hash, document_hash = hashlib.sha256(), hashlib.sha256()
     for piece in pieces:
@@ -210,6 +212,6 @@ def watched(pieces: Iterator[Piece], finish: Callable[[Census], None]) -> Iterat
 
 def census(pieces: Iterator[Piece]) -> Census:
     counted: list[Census] = []
-    for _ in watched(pieces, counted.append):
+    for _ in counted_pieces(pieces, counted.append):
         pass
     return counted[0]

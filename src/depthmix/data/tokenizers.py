@@ -1,7 +1,7 @@
-"""Text to tokens and back: one class for each kind of tokenizer, for training and generation alike.
+"""Tokenizers: one class for each kind, used for training and generation.
 
-Of byte tokens the separator is the byte 0, which no text holds: 256 ids are then enough, and `depthmix generate` reads
-such a model without a tokenizer.
+For byte tokens the separator is the byte 0, which no text contains: 256 ids are then enough, and `depthmix generate`
+reads such a model without a tokenizer file.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from depthmix.support.files import digest, flush, read_object
 from depthmix.support.terminal import say
 
 TOKENIZER_FILE = "tokenizer.json"
-EXTRA = "'depthmix[train]'"
+EXTRA = "'depthmix[bpe]'"
 SEPARATOR = "<|endoftext|>"
-# Of ready tokenizers, the first that is in the vocabulary.
+# The separator of an existing tokenizer is the first of these in its vocabulary.
 SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 
 
 class BatchTokenizer(Tokenizer, Protocol):
-    """A tokenizer that a corpus can be made with: it also takes documents as bytes, many at once."""
+    """A tokenizer for preparing a corpus: it also encodes batches of documents given as bytes."""
 
-    size: int  # of the vocabulary
+    size: int  # size of the vocabulary
     separator: int | None  # the id that ends every document
 
     def encode_batch(self, texts: list[bytes]) -> list[np.ndarray]:
-        """The ids of each text, and nothing around them."""
+        """The ids of each text, without special tokens."""
 
 
 class ByteTokenizer:
@@ -45,7 +45,7 @@ class ByteTokenizer:
     separator: int | None = 0
 
     def encode(self, text: str) -> list[int]:
-        # What a terminal could not decode reaches us as lone surrogates: their bytes again.
+        # Bytes that a terminal could not decode arrive as lone surrogates: restore the bytes.
         return list(text.encode("utf-8", errors="surrogateescape"))
 
     def encode_batch(self, texts: list[bytes]) -> list[np.ndarray]:
@@ -58,16 +58,16 @@ class ByteTokenizer:
 class FileTokenizer:
     """A `tokenizer.json`, read by the tokenizers package.
 
-    The whole text and nothing else: without the special tokens that the file puts around a prompt.
+    It encodes the whole text without truncation, padding or the special tokens that the file adds to a prompt.
     """
 
     def __init__(self, path: Path) -> None:
         tokenizers = import_package("tokenizers", str(path), EXTRA)
         try:
             self.inner = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises nothing narrower
-            raise ValueError(f"{path} is damaged or no tokenizer ({error})") from error
-        # One that was saved to feed a classifier would cut and fill every text.
+        except Exception as error:  # the package raises no narrower class
+            raise ValueError(f"{path} is damaged or not a tokenizer ({error})") from error
+        # A tokenizer saved for a classifier would truncate and pad every text.
         self.inner.no_truncation()
         self.inner.no_padding()
         vocabulary = self.inner.get_vocab()
@@ -86,7 +86,7 @@ class FileTokenizer:
 
 
 def load_tokenizer(directory: str | os.PathLike[str], vocab_size: int) -> BatchTokenizer:
-    """The `tokenizer.json` of a directory; without one, bytes where the vocabulary has at most 256 ids."""
+    """The `tokenizer.json` of a directory; without one, bytes if the vocabulary has at most 256 ids."""
     path = Path(directory) / TOKENIZER_FILE
     if path.is_file():
         tokenizer = FileTokenizer(path)
@@ -96,27 +96,32 @@ def load_tokenizer(directory: str | os.PathLike[str], vocab_size: int) -> BatchT
     if vocab_size <= ByteTokenizer.size:
         return ByteTokenizer()
     raise FileNotFoundError(
-        f"no {path}; a vocabulary of {vocab_size} ids is more than bytes: put the model's tokenizer.json there"
+        f"{path} does not exist, and a vocabulary of {vocab_size} ids is too large for bytes: copy the model's "
+        "tokenizer.json there"
     )
 
 
 def identify_tokenizer(tokenizer: str) -> str:
-    """The name that a manifest keeps: `bytes`, `bpe:SIZE`, or `file:` with a hash of the file's content."""
+    """The name stored in a manifest: `bytes`, `bpe:SIZE`, or `file:` with a hash of the file's content."""
     if tokenizer == "bytes":
         return tokenizer
     if tokenizer.startswith("bpe:"):
         size = int(tokenizer[4:]) if re.fullmatch(r"bpe:\d+", tokenizer) else 0
         if size < 257:
-            raise ValueError(f"tokenizer={tokenizer!r}; expected bpe:SIZE of at least 257, the bytes and the separator")
+            raise ValueError(
+                f"tokenizer={tokenizer!r}; expected bpe:SIZE with SIZE at least 257, for the bytes and the separator"
+            )
         return f"bpe:{size}"
     path = user_path(tokenizer)
     if not path.is_file():
-        raise FileNotFoundError(f"no tokenizer {tokenizer!r}; expected bytes, bpe:4096 or the path of a tokenizer.json")
+        raise FileNotFoundError(
+            f"unknown tokenizer {tokenizer!r}; expected bytes, bpe:4096 or the path of a tokenizer.json"
+        )
     return f"file:{digest(path)[:16]}"
 
 
 def vocabulary_size(tokenizer: str) -> int:
-    """How many ids the tokenizer of this name may give; a small corpus may give a BPE fewer."""
+    """The largest vocabulary size of the tokenizer of this name; on a small corpus a BPE may have fewer ids."""
     name = identify_tokenizer(tokenizer)
     if name == "bytes":
         return ByteTokenizer.size
@@ -124,7 +129,7 @@ def vocabulary_size(tokenizer: str) -> int:
 
 
 def count_ids(path: Path) -> int:
-    """How many ids a tokenizer.json may give, without the package that reads it."""
+    """The vocabulary size of a tokenizer.json, without the tokenizers package."""
     content = read_object(path, "Choose another", ("model", "added_tokens"))
     try:
         words = content["model"]["vocab"]  # a list of pairs for Unigram models
@@ -132,17 +137,17 @@ def count_ids(path: Path) -> int:
         return int(max(ids + [token["id"] for token in content["added_tokens"]])) + 1
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is damaged or no tokenizer ({type(error).__name__}: {error}). Choose another"
+            f"{path} is damaged or not a tokenizer ({type(error).__name__}: {error}). Choose another"
         ) from error
 
 
 def make_tokenizer(tokenizer: str, folder: Path, texts: Iterator[Piece]) -> BatchTokenizer:
-    """Bytes; or what is put into `folder`: a copy of a file, or a BPE trained on `texts`."""
+    """A tokenizer by name. Its file is written to `folder`: a copy of a given file, or a BPE trained on `texts`."""
     if tokenizer == "bytes":
         return ByteTokenizer()
     path = folder / TOKENIZER_FILE
     if tokenizer.startswith("bpe:"):
-        say(f"training {tokenizer}")
+        say(f"training the tokenizer {tokenizer}")
         train_bpe(int(tokenizer[4:]), texts, path)
     else:
         shutil.copyfile(user_path(tokenizer), path)
@@ -151,7 +156,7 @@ def make_tokenizer(tokenizer: str, folder: Path, texts: Iterator[Piece]) -> Batc
 
 
 def train_bpe(size: int, texts: Iterator[Piece], path: Path) -> None:
-    """Over bytes, so that every text has ids; a small corpus may give fewer than `size`."""
+    """Train a byte-level BPE, which can encode every text; on a small corpus it may have fewer ids than `size`."""
     tokenizers = import_package("tokenizers", f"bpe:{size}", EXTRA)
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

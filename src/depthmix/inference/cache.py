@@ -1,8 +1,8 @@
-"""Keys and values of earlier tokens; the values as attention reads them, mixed over depth where the model does so.
+"""Caches of the keys and values of earlier tokens. Values are stored after depth mixing, as attention reads them.
 
-Axes: B batch, K key-value head, T new token, S column (a place in the cache; common to the batch), d channel of a head.
+Axes: B batch, K key-value head, T new token, S column (a slot of the cache, for the whole batch), d channel of a head.
 
-Padding takes up a column and no position, and nobody but itself sees it.
+Padding occupies a column but no position, and only the padding token itself attends to it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from depthmix.support.checks import check_memory
 
 
 class DynamicCache:
-    """A cache that grows with each call, by concatenation. It learns batch, layers, dtype and device from the first."""
+    """A cache that grows by concatenation. The first call determines batch size, layers, dtype and device."""
 
-    capacity: int | None = None  # no end
+    capacity: int | None = None  # no limit
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Remove all tokens."""
         self.length = 0
         self.batch: int | None = None
         self.keys: list[Tensor] = []
@@ -43,14 +43,14 @@ class DynamicCache:
         check_batch(batch, self.batch)
         if any(tensor.shape[2] != self.length for tensor in (*self.keys, *self.values)):
             raise ValueError(
-                f"the cache holds {[k.shape[2] for k in self.keys]} columns in its layers; expected {self.length} in "
-                "each. A forward pass ended halfway, or the model has fewer layers than the one before: call reset()"
+                f"the layers of the cache hold {[k.shape[2] for k in self.keys]} columns; expected {self.length} in "
+                "each. A forward pass was interrupted, or the previous model had more layers: call reset()"
             )
         before, after = self.length, self.length + count
         self.batch, self.length, self.new = batch, after, count
         columns = torch.arange(before, after, device=tokens.device)
         if valid is None and self.valid is None:
-            # Causal, or one token that sees all: attention needs no mask.
+            # Causal, or one token that attends to all: no mask is needed.
             mask = None if before == 0 or count == 1 else visible(columns, after, None)
             return columns.expand(batch, count), mask
         known = [
@@ -70,8 +70,8 @@ class DynamicCache:
             return k, v
         if slot >= len(self.keys):
             raise ValueError(
-                f"attention {slot} writes to a cache of {len(self.keys)} layers; expected one that this model began, "
-                "or an empty one: call reset()"
+                f"attention {slot} writes to a cache of {len(self.keys)} layers; expected a cache filled by this "
+                "model, or an empty one: call reset()"
             )
         _, heads, _, width = self.keys[slot].shape
         check_pair(slot, k, v, (self.batch, heads, self.new, width), self.keys[slot], self.values[slot])
@@ -81,18 +81,18 @@ class DynamicCache:
 
 
 class PreallocatedCache:
-    """A cache of `capacity` columns, written in place at a column that is held in a tensor.
+    """A cache of `capacity` columns, written in place at an index that is held in a tensor.
 
-    A decode step is therefore one graph for all steps: under `torch.compile` no number of Python takes part that
-    changes from step to step, and attention runs over all columns with a mask. Outside of it, attention reads only the
-    columns that are filled.
+    One compiled graph therefore serves all decode steps: under `torch.compile` no Python number changes from step to
+    step, and attention runs over all columns with a mask. Without `torch.compile`, attention reads only the filled
+    columns.
 
     Args:
-        config: of the model; an attention that is looped has a slot for each execution.
-        batch: sequences.
-        capacity: columns: tokens with their padding.
-        dtype: of keys and values, that is of the model's parameters.
-        device: where the model is.
+        config: configuration of the model; a looped attention layer has a slot for each execution.
+        batch: number of sequences.
+        capacity: number of columns, for tokens and their padding.
+        dtype: dtype of keys and values, that of the model's parameters.
+        device: device of the model.
     """
 
     def __init__(
@@ -106,40 +106,42 @@ class PreallocatedCache:
     ) -> None:
         for name, value in (("batch", batch), ("capacity", capacity)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}={value!r}; expected a whole number, at least 1")
+                raise ValueError(f"{name}={value!r}; expected a whole number of at least 1")
         if not dtype.is_floating_point:
-            raise ValueError(f"dtype={dtype}; expected a floating one, that of the model")
+            raise ValueError(f"dtype={dtype}; expected a floating-point dtype, that of the model")
         self.batch, self.capacity = batch, capacity
         self.shape = (batch, config.num_kv_heads, capacity, config.width)
         slots = range(len(config.layer_order))
         size = 2 * len(slots) * math.prod(self.shape) * dtype.itemsize
-        check_memory(f"keys and values of batch={batch} × capacity={capacity}", size, "Ask for fewer tokens at once")
+        check_memory(
+            f"keys and values of batch={batch} × capacity={capacity}", size, "Use a smaller batch or fewer tokens"
+        )
         self.keys = [torch.zeros(self.shape, dtype=dtype, device=device) for _ in slots]
         self.values = [torch.zeros(self.shape, dtype=dtype, device=device) for _ in slots]
         self.valid = torch.zeros(batch, capacity, dtype=torch.bool, device=device)
         self.filled = torch.zeros((), dtype=torch.int64, device=device)  # columns in use
         self.count = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # tokens without padding
-        self.columns = torch.zeros(0, dtype=torch.int64, device=device)  # of the new tokens
+        self.columns = torch.zeros(0, dtype=torch.int64, device=device)  # columns of the new tokens
         self.seen = 0  # columns that attention reads
         self.padded = False
 
     def reset(self) -> None:
-        """Forget everything; the memory stays."""
+        """Remove all tokens; the memory stays allocated."""
         for tensor in (self.valid, self.filled, self.count):
             tensor.zero_()
         self.padded = False
 
     def rewind(self, length: int) -> None:
-        """Keep the first `length` columns and forget the others, as after tokens that were tried and refused."""
+        """Keep the first `length` columns and remove the others, for example after rejected speculative tokens."""
         if not 0 <= length <= self.length:
-            raise ValueError(f"length={length}; expected 0 to {self.length}, the columns in use")
+            raise ValueError(f"length={length}; expected 0 to {self.length}, the number of columns in use")
         self.valid[:, length:] = False
         self.filled.fill_(length)
         self.count.copy_(self.valid.sum(1, keepdim=True))
 
     @property
     def length(self) -> int:
-        """Columns in use."""
+        """Number of columns in use."""
         return int(self.filled)
 
     @property
@@ -152,13 +154,13 @@ class PreallocatedCache:
         check_batch(batch, self.batch)
         if tokens.device != self.filled.device:
             raise ValueError(f"tokens on {tokens.device} and a cache on {self.filled.device}; expected the same device")
-        # A look at the length would bind a compiled step to its value, and makes other devices wait.
+        # Reading the length would specialise a compiled step to its value and synchronise with the device.
         known = not torch.compiler.is_compiling() and (count > 1 or tokens.device.type == "cpu")
         before = self.length if known else 0
         if before + count > self.capacity:
             raise ValueError(
-                f"{before} columns in use and {count} new tokens; expected at most {self.capacity}, the capacity of "
-                "the cache. Make a larger one, or call reset()"
+                f"{before} columns in use and {count} new tokens; expected at most {self.capacity} in total, the "
+                "capacity of the cache. Use a larger one, or call reset()"
             )
         self.seen = before + count if known else self.capacity
         self.columns = self.filled + torch.arange(count, device=tokens.device)
@@ -176,7 +178,7 @@ class PreallocatedCache:
     def put(self, slot: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if slot >= len(self.keys):
             raise ValueError(
-                f"attention {slot} writes to a cache of {len(self.keys)} layers; was it made for this model?"
+                f"attention {slot} writes to a cache of {len(self.keys)} layers; expected a cache made for this model"
             )
         keys, values = self.keys[slot], self.values[slot]
         batch, heads, _, width = self.shape
@@ -187,7 +189,7 @@ class PreallocatedCache:
 
 
 def visible(columns: Tensor, seen: int, valid: Tensor | None) -> Tensor:
-    """Who sees what, [B or 1, 1, T, S]: columns up to its own that hold no padding, and always its own."""
+    """The attention mask [B or 1, 1, T, S]: columns up to the token's own without padding, and always its own."""
     all_columns = torch.arange(seen, device=columns.device)
     sees = (all_columns <= columns[:, None])[None]
     if valid is not None:
@@ -197,7 +199,7 @@ def visible(columns: Tensor, seen: int, valid: Tensor | None) -> Tensor:
 
 def check_batch(batch: int, expected: int | None) -> None:
     if expected is not None and batch != expected:
-        raise ValueError(f"a batch of {batch} and a cache for {expected}; expected the same. Make another cache")
+        raise ValueError(f"batch size {batch}, but the cache is for {expected}. Use a cache for this batch size")
 
 
 def check_pair(
@@ -208,12 +210,12 @@ def check_pair(
     keys: Tensor | None = None,
     values: Tensor | None = None,
 ) -> None:
-    """Refuse what would broadcast, or be rounded, in silence."""
+    """Reject keys and values that would be silently broadcast or rounded."""
     for name, tensor, stored in (("keys", k, keys), ("values", v, values)):
         if tuple(tensor.shape) != shape:
             raise ValueError(f"attention {slot}: {name} of shape {list(tensor.shape)}; expected {list(shape)}")
         if stored is not None and (tensor.dtype != stored.dtype or tensor.device != stored.device):
             raise ValueError(
                 f"attention {slot}: {name} are {tensor.dtype} on {tensor.device}; the cache holds {stored.dtype} on "
-                f"{stored.device}. Make it with the model's dtype and device"
+                f"{stored.device}. Create the cache with the model's dtype and device"
             )

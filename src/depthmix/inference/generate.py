@@ -1,4 +1,4 @@
-"""Text from a decoder: prefill, then a token a step.
+"""Generation with a decoder: prefill, then one token per step.
 
 Axes: B batch, T token, V vocabulary.
 """
@@ -21,15 +21,15 @@ from depthmix.support.files import seed_of
 
 Prompts = Sequence[Sequence[int]] | Tensor
 AnyCache = DynamicCache | PreallocatedCache
-CAPACITY_STEP = 128  # capacities are multiples of it, so that prompts of about one length share a compiled step
-PREFILL_MEMORY = "1GB"  # beyond it a prompt is read in chunks
+CAPACITY_STEP = 128  # capacities are multiples of this, so that prompts of similar length share a compiled step
+PREFILL_MEMORY = "1GB"  # limit above which a prompt is read in chunks
 compiled_steps: WeakKeyDictionary[Decoder, dict[Any, Callable[..., Tensor]]] = WeakKeyDictionary()
 
 
 def generate(model: Decoder, prompts: Prompts, **options: Any) -> list[list[int]]:
-    """The new tokens of each prompt. Takes what `stream` takes.
+    """Generate the new tokens of each prompt. The options are those of `stream`.
 
-    A stop token is not part of the result: a row that is shorter than `max_new_tokens` ended with one.
+    Stop tokens are not part of the result: a row shorter than `max_new_tokens` ended with one.
     """
     rows: list[list[int]] | None = None
     for step in stream(model, prompts, **options):
@@ -55,26 +55,26 @@ def stream(
     prefill_memory: int | str | None = PREFILL_MEMORY,
     compiled: bool = False,
 ) -> Iterator[list[int | None]]:
-    """Yield, step by step, one token for each prompt, or None for a row that has ended.
+    """Yield at each step one token per prompt, or None for a row that has ended.
 
-    Arguments are checked when it is called, before the first step.
+    Arguments are checked at the call, before the first step.
 
     Args:
-        model: it runs as in evaluation and is left in the mode it was in.
+        model: the decoder; it runs in evaluation mode, and its mode is restored afterwards.
         prompts: lists of ids, or a tensor [B, T]; shorter ones are padded on the left.
-        max_new_tokens: at most so many for each prompt.
-        temperature: 0: the most likely token, always.
+        max_new_tokens: maximum number of new tokens per prompt.
+        temperature: temperature of sampling; 0: always the most likely token.
         top_k: draw from the k most likely tokens.
         top_p: draw from the fewest tokens that together have this probability, after top_k.
         stop: ids that end a row.
-        seed: every row draws from a generator of its own, whatever the other rows are; a number gives row i the seed
-            `row_seed(seed, i)`, a list gives each row its own.
-        cache: "dynamic", "preallocated", or an object, whose tokens the prompts then continue. None: preallocated
-            where the step is compiled, otherwise dynamic.
-        chunk: prefill in chunks of so many tokens; None: as many as `prefill_memory` allows.
-        prefill_memory: limit for what a prefill needs beyond weights and cache, in bytes or as "256MB"; a prompt that
-            needs more is read in chunks, see `prefill_chunk`. None: no limit, always in one go.
-        compiled: the decode step under `torch.compile`: one graph for all steps, kept for each model and cache shape.
+        seed: each row has its own random generator, independent of the other rows; a number gives row i the seed
+            `row_seed(seed, i)`, a list gives one seed per row.
+        cache: "dynamic", "preallocated", or a cache object, whose tokens the prompts then continue. None: preallocated
+            if the step is compiled, otherwise dynamic.
+        chunk: number of tokens per chunk of the prefill; None: as many as `prefill_memory` allows.
+        prefill_memory: memory limit of the prefill beyond weights and cache, in bytes or as "256MB"; a prompt that
+            needs more is read in chunks, see `prefill_chunk`. None: no limit, always a single pass.
+        compiled: run the decode step under `torch.compile`: one graph for all steps, kept per model and cache shape.
     """
     check_sampling(max_new_tokens, temperature, top_k, top_p, chunk)
     tokens, valid = pad_prompts(prompts, model.config.vocab_size, model.embed.weight.device)
@@ -114,7 +114,7 @@ def run(
         running = [alive and token not in stops for alive, token in zip(running, ids, strict=True)]
         if not any(running):
             return
-        # Rows that have ended go on; rows do not see each other.
+        # Rows that have ended still run; rows are independent of each other.
         yield [token if alive else None for alive, token in zip(running, ids, strict=True)]
 
 
@@ -123,16 +123,16 @@ def decode(model: Decoder, tokens: Tensor, cache: AnyCache) -> Tensor:
 
 
 def compiled_step(model: Decoder, cache: AnyCache) -> Callable[..., Tensor]:
-    """`decode`, compiled for this model and shape of cache."""
+    """`decode`, compiled for this model and cache shape."""
     if not isinstance(cache, PreallocatedCache):
         raise ValueError(
-            f"compiled with a {type(cache).__name__}; expected a preallocated cache: one graph for all steps"
+            f"compiled=True with a {type(cache).__name__}; expected a preallocated cache, which one graph can use"
         )
     of_model = compiled_steps.setdefault(model, {})
     keys = cache.keys[0]
     key = (cache.shape, keys.dtype, keys.device)
     if key not in of_model:
-        # Graphs are counted, and limited, for each code object: another shape or model gets one of its own.
+        # torch limits the graphs per code object, so each model and shape gets its own.
         copy = types.FunctionType(decode.__code__.replace(), decode.__globals__, "decode")
         of_model[key] = torch.compile(copy, fullgraph=True, dynamic=False)
     return of_model[key]
@@ -140,7 +140,7 @@ def compiled_step(model: Decoder, cache: AnyCache) -> Callable[..., Tensor]:
 
 @contextmanager
 def evaluating(model: Decoder) -> Iterator[None]:
-    """Evaluation mode for a while."""
+    """Evaluation mode inside the block; the previous mode is restored."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -152,11 +152,11 @@ def evaluating(model: Decoder) -> Iterator[None]:
 
 
 class Sampler:
-    """Draws a token for each row from logits [B, V], in float64, with one random number a row."""
+    """Draws one token per row from logits [B, V], in float64, with one random number per row."""
 
     def __init__(self, seeds: Sequence[int], temperature: float, top_k: int | None, top_p: float | None) -> None:
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
-        # On the CPU: the same draws on every device.
+        # On the CPU, for the same draws on every device.
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def __call__(self, logits: Tensor) -> Tensor:
@@ -167,11 +167,11 @@ class Sampler:
         probability, ids = self.distribution(logits)
         cumulative = probability.cumsum(-1)
         pick = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
-        last = (probability > 0).sum(-1, keepdim=True) - 1  # rounding can lift the product to the end
+        last = (probability > 0).sum(-1, keepdim=True) - 1  # rounding can push the product past the last token
         return ids.gather(-1, torch.minimum(pick, last)).squeeze(-1)
 
     def distribution(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities [B, k], the largest first and 0 where top_p leaves a token out, and their ids."""
+        """Probabilities [B, k], largest first and 0 for tokens that top_p excludes, and their ids."""
         best, ids = torch.sort(logits.double(), dim=-1, descending=True, stable=True)
         best, ids = best[:, : self.top_k], ids[:, : self.top_k]
         probability = torch.softmax((best - best[:, :1]) / self.temperature, -1)
@@ -182,15 +182,15 @@ class Sampler:
 
 
 def row_seed(seed: int, row: int) -> int:
-    """The seed of a row: rows of one seed, and neighbouring seeds, have nothing in common."""
-    return seed_of(seed, row, separator=" ")  # a space, with which every text so far was drawn
+    """The seed of a row: rows of one seed, and neighbouring seeds, draw independent numbers."""
+    return seed_of(seed, row, separator=" ")  # a space, as in every earlier version
 
 
 def row_seeds(seed: int | Sequence[int], batch: int) -> list[int]:
     if isinstance(seed, int):
         return [row_seed(seed, row) for row in range(batch)]
     if len(seed) != batch:
-        raise ValueError(f"{len(seed)} seeds for {batch} prompts; expected one for each, or a single number")
+        raise ValueError(f"{len(seed)} seeds for {batch} prompts; expected one per prompt, or a single number")
     return list(seed)
 
 
@@ -198,7 +198,7 @@ def pad_prompts(prompts: Prompts, vocabulary: int, device: torch.device) -> tupl
     """Tokens [B, T], padded on the left, and which of them are valid; None: all."""
     if isinstance(prompts, Tensor):
         if prompts.dim() != 2 or prompts.is_floating_point() or prompts.dtype == torch.bool:
-            raise ValueError(f"prompts: {prompts.dtype} {list(prompts.shape)}; expected whole numbers [batch, tokens]")
+            raise ValueError(f"prompts: {prompts.dtype} {list(prompts.shape)}; expected integers [batch, tokens]")
         prompts = prompts.tolist()
     if isinstance(prompts, str) or any(isinstance(row, (int, str)) for row in prompts):
         raise TypeError(f"prompts={prompts!r:.60}; expected a list of prompts, each a list of token ids")
@@ -209,7 +209,7 @@ def pad_prompts(prompts: Prompts, vocabulary: int, device: torch.device) -> tupl
             raise ValueError(f"prompt {i} is empty; expected at least one token")
         wrong = next((x for x in row if not isinstance(x, int) or isinstance(x, bool) or not 0 <= x < vocabulary), None)
         if wrong is not None:
-            raise ValueError(f"prompt {i} holds {wrong!r}; expected ids from 0 to {vocabulary - 1}")
+            raise ValueError(f"prompt {i} contains {wrong!r}; expected ids from 0 to {vocabulary - 1}")
     longest = max(map(len, prompts))
     gaps = [longest - len(row) for row in prompts]
     tokens = torch.tensor([[0] * gap + list(row) for gap, row in zip(gaps, prompts, strict=True)], device=device)
@@ -227,12 +227,12 @@ def make_cache(model: Decoder, cache: str | AnyCache | None, compiled: bool, bat
         capacity = -(-columns // CAPACITY_STEP) * CAPACITY_STEP
         return PreallocatedCache(model.config, batch, capacity, dtype=weight.dtype, device=weight.device)
     if not isinstance(cache, (DynamicCache, PreallocatedCache)):
-        raise ValueError(f"cache={cache!r}; expected 'dynamic', 'preallocated', or a cache")
+        raise ValueError(f"cache={cache!r}; expected 'dynamic', 'preallocated', or a cache object")
     check_batch(batch, cache.batch)
     if cache.capacity is not None and cache.length + columns > cache.capacity:
         raise ValueError(
-            f"{cache.length} columns in use and {columns} to come (the longest prompt and the new tokens); expected at "
-            f"most {cache.capacity}, the capacity of the cache. Make a larger one, or ask for less"
+            f"{cache.length} columns in use and {columns} more needed (the longest prompt and the new tokens); "
+            f"expected at most {cache.capacity} in total, the capacity of the cache. Use a larger one, or fewer tokens"
         )
     return cache
 
@@ -242,11 +242,11 @@ def check_sampling(
 ) -> None:
     for name, count, low in (("max_new_tokens", max_new_tokens, 0), ("top_k", top_k, 1), ("chunk", chunk, 1)):
         if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < low):
-            raise ValueError(f"{name}={count!r}; expected a whole number, at least {low}")
+            raise ValueError(f"{name}={count!r}; expected a whole number of at least {low}")
     if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature={temperature!r}; expected 0 (the most likely token) or a number above")
+        raise ValueError(f"temperature={temperature!r}; expected 0 (always the most likely token) or a positive number")
     if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p!r}; expected a probability above 0, at most 1")
+        raise ValueError(f"top_p={top_p!r}; expected a probability above 0 and at most 1")
 
 
 def stop_ids(stop: Collection[int], vocabulary: int) -> frozenset[int]:
@@ -254,5 +254,5 @@ def stop_ids(stop: Collection[int], vocabulary: int) -> frozenset[int]:
         raise TypeError(f"stop={stop!r}; expected a collection of token ids")
     for token in stop:
         if not 0 <= token < vocabulary:
-            raise ValueError(f"stop holds {token}; expected ids from 0 to {vocabulary - 1}")
+            raise ValueError(f"stop contains {token}; expected ids from 0 to {vocabulary - 1}")
     return frozenset(stop)

@@ -1,8 +1,8 @@
-"""Reading a prompt in chunks that fit into a limit of memory.
+"""Prefill of a prompt in chunks that fit a memory limit.
 
-A chunk needs memory beyond the weights and the cache: the state over depth and the activations of one sublayer, for
-each of its tokens, and a mask of its tokens over all columns. The first is measured, on a few tokens; the second is
-counted. Both are proportional to the chunk.
+Beyond the weights and the cache a chunk needs memory for the state over depth and the activations of one sublayer, for
+each of its tokens, and for a mask of its tokens over all columns. The first is measured on a few tokens; the second is
+computed. Both are proportional to the chunk's length.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from depthmix.models import Decoder
 from depthmix.ops.memory import LiveBytes
 from depthmix.support.checks import parse_bytes
 
-PROBE = 32  # tokens that are run to measure what one of them takes
+PROBE = 32  # number of tokens in the pass that measures the memory per token
 measured: WeakKeyDictionary[Decoder, dict[Any, int]] = WeakKeyDictionary()
 
 
 def bytes_per_token(model: Decoder) -> int:
-    """Bytes of the tensors that are alive at once, at most, for each token of a forward pass; without head and cache.
+    """Peak bytes of live tensors per token of a forward pass, without head and cache.
 
-    Measured on a pass over a few tokens, once for a model, dtype and device. For every mechanism it grows in proportion
-    to the tokens.
+    Measured in a pass over a few tokens, once per model, dtype and device. For every mechanism the memory is
+    proportional to the number of tokens.
     """
     weight = model.embed.weight
     known, key = measured.setdefault(model, {}), (weight.dtype, weight.device)
@@ -47,37 +47,37 @@ def measure(model: Decoder) -> int:
 def prefill_chunk(
     model: Decoder, tokens: int, memory: int | str, *, batch: int = 1, padded: bool = False, before: int = 0
 ) -> int:
-    """The largest number of tokens to read at once so that a prefill keeps to a limit of memory.
+    """The largest chunk, in tokens, with which a prefill stays within a memory limit.
 
     Args:
-        model: as it will run: dtype, device and mechanism decide.
-        tokens: of the longest prompt.
-        memory: limit in bytes, or a text such as "256MB"; for what the pass needs beyond weights and cache.
-        batch: prompts.
-        padded: whether prompts differ in length: each then has a mask of its own.
-        before: columns that the cache holds already.
+        model: the model in the dtype and on the device in which it will run.
+        tokens: length of the longest prompt.
+        memory: limit in bytes, or a text such as "256MB", for the memory needed beyond weights and cache.
+        batch: number of prompts.
+        padded: whether prompts differ in length: each then has its own mask.
+        before: number of columns already in the cache.
 
-    All of `tokens`, where they fit in one pass: that needs no mask, unless there is padding or something in the cache.
+    Returns `tokens` if they fit in one pass, which needs no mask unless there is padding or the cache is not empty.
     """
     limit = parse_bytes("memory", memory)
-    own = batch * bytes_per_token(model)
-    masks = mask_bytes(model, batch if padded else 1) * (before + tokens)  # for each token of the last chunk
+    activations = batch * bytes_per_token(model)
+    masks = mask_bytes(model, batch if padded else 1) * (before + tokens)  # per token of the last chunk
     fixed = batch * model.config.vocab_size * model.embed.weight.dtype.itemsize  # logits of the last token
-    whole = own + (masks if padded or before else 0)
+    whole = activations + (masks if padded or before else 0)
     if fixed + tokens * whole <= limit:
         return tokens
-    chunk = (limit - fixed) // (own + masks)
+    chunk = (limit - fixed) // (activations + masks)
     if chunk < 1:
-        least = fixed + own + masks
+        least = fixed + activations + masks
         raise ValueError(
-            f"memory={memory!r} for {batch} × {tokens} tokens; expected at least {least:,} bytes, what a chunk of one "
-            "token takes. Ask for more, or for fewer prompts at once"
+            f"memory={memory!r} for {batch} × {tokens} tokens; expected at least {least:,} bytes, which a chunk of one "
+            "token needs. Raise the limit, or use fewer prompts at once"
         )
     return int(min(chunk, tokens))
 
 
 def mask_bytes(model: Decoder, masks: int) -> int:
-    """Of one column of a token's mask: True or False, kept for all layers, and as a number inside attention."""
+    """Bytes of one column of a token's mask: a boolean kept for all layers, and a number inside attention."""
     return masks * (2 + model.embed.weight.dtype.itemsize)
 
 

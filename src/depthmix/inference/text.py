@@ -1,4 +1,4 @@
-"""Text of tokens, as it comes."""
+"""Streaming of decoded text."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(Protocol):
-    """What generation needs of a tokenizer; `depthmix.data` has two."""
+    """The methods that generation needs of a tokenizer; `depthmix.data` implements two."""
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; what is no text becomes the replacement character."""
+        """The text of ids; invalid bytes become the replacement character."""
 
 
 class TextStream:
-    """Text of tokens that come one by one: a character is emitted when it is whole."""
+    """The text of tokens that arrive one by one: a character is emitted when it is complete."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self.context = 0  # ids from here on are decoded again: some tokenizers write a token by the one before it
+        self.context = 0  # ids from here are decoded again: some tokenizers decode a token depending on the one before
         self.emitted = 0  # ids whose text has been emitted
 
     def push(self, token: int) -> str:
@@ -33,7 +33,7 @@ class TextStream:
         return "" if text.endswith(REPLACEMENT) else self.emit(text)
 
     def finish(self) -> str:
-        """What is left, half characters replaced."""
+        """The remaining text, with incomplete characters replaced."""
         return self.emit(self.pending())
 
     def pending(self) -> str:

@@ -1,13 +1,13 @@
-"""FLOPs of the parts that mechanisms are made of, per token, and what counts as one.
+"""FLOPs per token of the parts of mechanisms, and the definition of a FLOP.
 
 An addition, subtraction, multiplication, division, root, exponential, logarithm, sigmoid or tanh of one number counts
-1, so a multiply-add counts 2. A sum or mean counts 1 for each number that it takes: a dot product of width D and a sum
+1, so a multiply-add counts 2. A sum or mean counts 1 for each number in it: a dot product of width D and a sum
 of D squares are 2·D each, a mixture of n sources 2·D·n. Copies, views, casts, signs and comparisons (maxima,
 selections) count nothing.
 
-It is the arithmetic of the equations, as the torch form of `ops` does it. 1/rms and the weight of a key norm are taken
-into the logit and the query; what depends on parameters alone is shared by all tokens and counts nothing; neither does
-what keeps squares from overflowing.
+The count follows the equations as the torch form of `ops` computes them. 1/rms multiplies the logit, and the weight of
+a key norm is folded into the query. Whatever depends only on parameters is shared by all tokens and counts nothing;
+neither do the operations that prevent overflow of squares.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def linear(inputs: int, outputs: int) -> int:
 
 
 def normed_linear(inputs: int, outputs: int, bias: bool = True) -> int:
-    """W norm(x) + b, 1/rms applied to the outputs."""
+    """W norm(x) + b, with 1/rms applied to the outputs."""
     return inverse_rms(inputs) + linear(inputs, outputs) + outputs * (1 + bias)
 
 
@@ -37,7 +37,7 @@ def mixture(sources: int, width: int) -> int:
 
 
 def softmax(count: int) -> int:
-    """Subtract the largest, exponential, sum, division."""
+    """Subtraction of the maximum, exponential, sum, division."""
     return 4 * count
 
 
@@ -47,7 +47,7 @@ def elu1(count: int) -> int:
 
 
 def sinkhorn(streams: int, iterations: int, eps: float) -> int:
-    """A softmax of the rows, then 2 · iterations − 1 half-steps; without eps in logarithms."""
+    """A softmax of the rows, then 2 · iterations − 1 half-steps; if eps is 0, in logarithms."""
     entries = streams**2
     half_step = 2 * entries + streams if eps else 3 * entries + streams  # sum and divide; sum, log, subtract, exp
     return softmax(entries) + (2 * iterations - 1) * half_step

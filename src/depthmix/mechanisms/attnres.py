@@ -17,9 +17,9 @@ from depthmix.support.checks import check_range
 class AttnResConfig(SourceAttentionConfig):
     rounding: ClassVar = frozenset({"group_sublayers"})
 
-    window: int | None = option(None, "read the embedding and this many newest outputs only")
-    scale_by_count: bool = option(False, "multiply by the number of sources: PreNorm at the start, exactly")
-    group_sublayers: int | None = option(None, "sublayers that share phase 1 of a read; by default about √L")
+    window: int | None = option(None, "number of newest outputs that are read, besides the embedding; None: all")
+    scale_by_count: bool = option(False, "multiplication by the number of sources: exactly PreNorm at the start")
+    group_sublayers: int | None = option(None, "number of sublayers that share phase 1 of a read; None: about √L")
 
     def check(self, *, dim: int, depth: int) -> None:
         super().check(dim=dim, depth=depth)
@@ -27,8 +27,8 @@ class AttnResConfig(SourceAttentionConfig):
             check_range("window", self.window, 1)
             if self.query_from == "sum" and self.window < depth:
                 raise ValueError(
-                    f"query_from='sum' with window={self.window}; the sum takes all {depth} outputs, of which a window "
-                    "keeps the newest only: leave one of them out, or choose query_from='read'"
+                    f"query_from='sum' with window={self.window}; the sum needs all {depth} outputs, but a window "
+                    "keeps only the newest: set only one of the two, or choose query_from='read'"
                 )
         check_count(self.scale_by_count, self.mixing)
         if self.group_sublayers is not None:
@@ -44,7 +44,7 @@ class AttnResConfig(SourceAttentionConfig):
         return {**super().resolved(dim=dim, depth=depth), "group_sublayers": size}
 
     def group_size(self, depth: int) -> int:
-        """Sites that share phase 1; about √L needs the least traffic, where it divides L."""
+        """Number of sites that share phase 1; about √L needs the least traffic, if it divides L."""
         return max(1, round(depth**0.5)) if self.group_sublayers is None else min(depth, self.group_sublayers)
 
     @property
@@ -56,7 +56,7 @@ class AttnResConfig(SourceAttentionConfig):
         return super().single_softmax and self.window is None
 
     def sources(self, index: int) -> int:
-        """How many sources the row of site `index` reads: the embedding and the newest outputs."""
+        """Number of sources that the row of site `index` reads: the embedding and the newest outputs."""
         return 1 + (index if self.window is None else min(index, self.window))
 
 
@@ -72,7 +72,7 @@ class AttnRes(TwoPhaseAttention):
     Traffic is counted as in the paper's appendix B, for groups of about √L sublayers that share phase 1; the paper's
     24·D at L = 128 is for `group_sublayers=16`.
 
-    State: the sources, oldest first; with query_from="read" h_{l−1} behind them. w starts at 0, as the paper demands:
+    State: the sources, oldest first; with query_from="read" h_{l−1} after them. w starts at 0, as the paper requires:
     uniform weights, the PreNorm network up to the scale that each reader's norm removes.
     """
 
@@ -111,7 +111,7 @@ class AttnRes(TwoPhaseAttention):
             row_sums=None if sums is None else tuple(float(n if config.scale_by_count else 1) for n in rows),
             flops=sum(config.read_flops(dim, n) for n in rows[1:]) + config.carried_flops(dim, rows[1:-1]),
             flops_two_phase=cls.two_phase_flops(config, dim, rows) if shares else None,
-            note=f"groups of {size} sublayers share a pass over what is below them" if shares else "",
+            note=f"groups of {size} sublayers share one pass over the sources below the group" if shares else "",
         )
 
     @classmethod
@@ -142,7 +142,7 @@ class AttnRes(TwoPhaseAttention):
 def two_phase_traffic(depth: int, group: int) -> tuple[float, float]:
     """Reads and writes of full AttnRes per sublayer, in widths, counted as the paper's appendix B does.
 
-    Keys and values count separately; the embedding, and reading back what phase 1 found, do not count.
+    Keys and values count separately; the embedding, and reading the results of phase 1, do not count.
     """
     ahead = sum(2 * start for start in range(0, depth, group))  # phase 1, once per group
     recent = sum(2 * (index % group) for index in range(depth))  # phase 2, at every site

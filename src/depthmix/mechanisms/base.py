@@ -1,7 +1,7 @@
 """The protocol that every mechanism follows.
 
-A model is a list of sublayers. Before each of them stands a mixer, which decides what the sublayer reads from
-everything below it::
+A model is a list of sublayers. Each of them has a mixer, which decides what the sublayer reads from everything
+below it::
 
     state = depth.begin(x)
     for mixer, sublayer in depth.pairs(sublayers):
@@ -9,11 +9,11 @@ everything below it::
         state = mixer.write(state, carry, sublayer(h))
     h = depth.end(state)
 
-A mixer is a non-linear part (`coeff`, `value`) and linear maps (`begin`, `combine`, `update`). Replaying the linear
-maps on one-hot sources gives the depth mixing matrix M of a running model.
+A mixer consists of a non-linear part (`coeff`, `value`) and linear maps (`begin`, `combine`, `update`). Applying the
+linear maps to one-hot sources gives the depth mixing matrix M of a running model.
 
 Axes: ... any leading shape (batch, token), D channel, M stream. A state is a plain tuple of tensors [..., D] or
-[..., M, D]; it is immutable, local to a token, and all that crosses from one sublayer to the next.
+[..., M, D]; it is immutable, local to a token, and the only thing passed from one sublayer to the next.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from depthmix.mechanisms import state as state_checks
 from depthmix.mechanisms.options import Facts, KVFacts, MixerConfig, PreNorm, option, rank_cap
 from depthmix.mechanisms.state import Coeff, Kind, Site, SourceWeights, State, StateSpec, output_names
 
-__all__ = [  # all that the file of a mechanism needs
+__all__ = [  # everything that the file of a mechanism needs
     "Coeff",
     "DepthMixer",
     "Facts",
@@ -47,96 +47,96 @@ __all__ = [  # all that the file of a mechanism needs
     "rank_cap",
 ]
 
-MOST_DIM, MOST_DEPTH, MOST_ELEMENTS = 2**20, 2**14, 2**40  # of a stream, of a stack, of one parameter
+MOST_DIM, MOST_DEPTH, MOST_ELEMENTS = 2**20, 2**14, 2**40  # limits: width, sublayers, size of a parameter
 
 
 class DepthMixer(nn.Module):
-    """One site of a mechanism. Subclasses fill in the table of methods and say what they are."""
+    """One site of a mechanism. Subclasses implement the methods and describe themselves in the class attributes."""
 
     Config: ClassVar[type[MixerConfig]] = MixerConfig
     paper: ClassVar[str] = ""
-    holds: ClassVar[str] = ""  # what the state is, in a few words
+    holds: ClassVar[str] = ""  # short description of the state
     rank_formula: ClassVar[str] = ""
     parameters_formula: ClassVar[str] = ""
-    operator_valued: ClassVar[bool] = False  # sources reach a row through matrices, not through weights
-    takes_decay: ClassVar[frozenset[str]] = frozenset()  # parameters that take weight decay; the others must not
-    takes_muon: ClassVar[frozenset[str]] = frozenset()  # parameters that may go to Muon: large hidden matrices
-    variants: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # options that between them reach every line
+    operator_valued: ClassVar[bool] = False  # sources are multiplied by matrices, not by scalar weights
+    takes_decay: ClassVar[frozenset[str]] = frozenset()  # parameters with weight decay; the others must have none
+    takes_muon: ClassVar[frozenset[str]] = frozenset()  # parameters that Muon may train: large hidden matrices
+    variants: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)  # options that together cover every line
     twins: ClassVar[tuple[tuple[Mapping[str, Any], str, Mapping[str, Any]], ...]] = ()  # (options, name, its options):
-    # under these options it is that other mechanism, parameter for parameter
+    # with these options it equals the other mechanism, parameter by parameter
 
     def __init__(self, site: Site, config: MixerConfig) -> None:
         super().__init__()
         self.site = site
         self.config: Any = config
-        self.expects = self.spec(site)  # so `spec` may use nothing but site and config
+        self.expects = self.spec(site)  # so `spec` may use only site and config
 
     def add_parameter(self, name: str, *shape: int, exists: bool = True) -> None:
-        """Declare a parameter; where a site does not own it, the attribute is None."""
+        """Declare a parameter; if the site does not own it (`exists=False`), the attribute is None."""
         if exists and math.prod(shape) > MOST_ELEMENTS:
             raise ValueError(
-                f"{name} would have the shape {list(shape)}, by dim={self.site.dim}, {self.config}; expected at most "
-                "2^40 elements. Choose a smaller width or option"
+                f"{name} would have the shape {list(shape)} (dim={self.site.dim}, {self.config}); expected at most "
+                "2^40 elements. Choose a smaller width or a smaller option"
             )
         self.register_parameter(name, nn.Parameter(torch.empty(shape)) if exists else None)
 
     @classmethod
     def resolve(cls, config: Any) -> type[DepthMixer]:
-        """The class to build for these options, where one name stands for several forms."""
+        """The class to build for these options, if one name covers several forms."""
         return cls
 
     @classmethod
     def facts(cls, config: Any, *, dim: int, depth: int) -> Facts:
-        raise NotImplementedError(f"{cls.__name__} must say its facts")
+        raise NotImplementedError(f"{cls.__name__} must implement `facts`")
 
     def reset_parameters(self) -> None:
-        """Give every parameter its start. Called at construction, and by users after `to_empty`."""
+        """Initialise every parameter. Called at construction, and by users after `to_empty`."""
 
     def bind(self, following: Sequence[DepthMixer]) -> None:
-        """Learn which sites follow, this one first: those held by this stack or slice."""
+        """Receive this site and those after it that this stack or slice holds."""
 
-    # The linear maps and what decides them.
+    # The linear maps and their coefficients.
 
     def begin(self, x: Tensor) -> State:
         """The state before sublayer 1. Linear."""
         return (x,)
 
     def coeff(self, state: State) -> Coeff:
-        """Weights, gates, matrices: whatever depends on activations non-linearly."""
+        """Weights, gates and matrices: everything that depends non-linearly on activations."""
         return None
 
     def combine(self, state: State, c: Coeff) -> Tensor:
         """What the sublayer reads. Linear in `state`."""
-        raise NotImplementedError(f"{type(self).__name__} must say what it reads")
+        raise NotImplementedError(f"{type(self).__name__} must implement `combine`")
 
     def value(self, state: State, c: Coeff, y: Tensor) -> tuple[Coeff, Tensor]:
-        """What is written, and the coefficients that depend on it."""
+        """The value that is written, and the coefficients that depend on it."""
         return c, y
 
     def update(self, state: State, c: Coeff, v: Tensor) -> State:
         """The state after the write. Linear in `(state, v)`."""
-        raise NotImplementedError(f"{type(self).__name__} must say what it keeps")
+        raise NotImplementedError(f"{type(self).__name__} must implement `update`")
 
     def spec(self, site: Site) -> StateSpec:
-        """What is alive before `site`. By default one stream."""
+        """The tensors of the state before `site`. By default one stream."""
         return StateSpec(shapes=((site.dim,),), essential=1, sealed=0)
 
     @property
     def groups(self) -> int:
-        """In how many groups of channels M differs: 1, the number of heads, or the width."""
+        """The number of channel groups with their own M: 1, the number of heads, or the width."""
         return 1
 
-    # What a mechanism says of a pass, for traces and diagnostics.
+    # Information about a forward pass, for traces and diagnostics.
 
     def source_weights(self, c: Coeff) -> SourceWeights | None:
-        """The weights of this read where it weights a list of sources; None where it does not."""
+        """The weights of this read over a list of sources; None if it does not weight a list of sources."""
         return None
 
     def streams(self, state: State) -> State:
-        """What a state holds that is made of outputs, each [..., D] or [..., M, D]; by default all of width D."""
+        """The tensors of a state that consist of outputs, [..., D] or [..., M, D]; by default all of width D."""
         return tuple(tensor for tensor in state if tensor.shape[-1] == self.site.dim)
 
-    # What a model calls.
+    # The methods that a model calls.
 
     def read(self, state: State) -> tuple[Tensor, Any]:
         self.check_state(state)
@@ -152,11 +152,11 @@ class DepthMixer(nn.Module):
         return self.write(state, carry, f(h))
 
     def check_state(self, state: State) -> None:
-        """For a `read` of your own: refuse a state that is not this site's."""
+        """For subclasses that override `read`: raise an error if a state does not belong to this site."""
         state_checks.check_state(self.site, self.expects, state)
 
     def checked_output(self, state: State, y: Tensor) -> Tensor:
-        """For a `write` of your own: the sublayer's output in the stream's dtype; refuse one that does not fit."""
+        """For subclasses that override `write`: the output in the stream's dtype, or an error if it does not fit."""
         return state_checks.checked_output(self.site, self.expects, state, y)
 
 
@@ -164,7 +164,7 @@ class KVMixer(nn.Module):
     """A site inside attention, between QK-norm and RoPE on one side and the cache on the other.
 
     It mixes the values of the attention layers below, at the same token. Its state is a plain tuple: the keys and
-    mixed values that later layers may read. Non-linear part and linear maps are split as in `DepthMixer`.
+    mixed values that later layers may read. The non-linear part and the linear maps are separate, as in `DepthMixer`.
 
     Axes: ... any leading shape, Q query head, K key-value head, T token, d channel of a head.
     """
@@ -175,48 +175,48 @@ class KVMixer(nn.Module):
     variants: ClassVar[tuple[Mapping[str, Any], ...]] = ({},)
 
     def __init__(self, site: Site, config: MixerConfig, order: tuple[int, ...]) -> None:
-        """`site` counts executions of attention, its dim is a head's width; `order` says which layer each one runs."""
+        """`site` counts executions of attention, its dim is a head's width; `order` is the layer of each execution."""
         super().__init__()
         self.site = site
         self.config: Any = config
         self.order = order
-        self.expects = self.spec(site)  # so `spec` may use nothing but site, config and order
+        self.expects = self.spec(site)  # so `spec` may use only site, config and order
 
     @classmethod
     def facts(cls, config: Any, *, heads: int, kv_heads: int, head_dim: int, order: tuple[int, ...]) -> KVFacts:
-        """Cost of all executions in `order`; a class that does not say it states no FLOPs."""
+        """Cost of all executions in `order`; a class that does not override this states no FLOPs."""
         return KVFacts()
 
     def reset_parameters(self) -> None:
-        """Give every parameter its start."""
+        """Initialise every parameter."""
 
     def begin(self) -> State:
         """The state before the first attention."""
         return ()
 
     def coeff(self, q: Tensor, k: Tensor, kv: State) -> Coeff:
-        """Weights of the own value and of what `kv` holds; in float32 at least. None: the value stays as it is."""
-        raise NotImplementedError(f"{type(self).__name__} must say its weights")
+        """Weights of the layer's own value and of those in `kv`, at least float32. None: the value is unchanged."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `coeff`")
 
     def combine(self, v: Tensor, kv: State, c: Coeff) -> Tensor:
         """The mixed value. Linear in `v` and in the values of `kv`."""
-        raise NotImplementedError(f"{type(self).__name__} must say what it mixes")
+        raise NotImplementedError(f"{type(self).__name__} must implement `combine`")
 
     def update(self, k: Tensor, v: Tensor, mixed: Tensor, kv: State) -> State:
-        """What later layers may read. Linear in `v`, `mixed` and the values of `kv`."""
-        raise NotImplementedError(f"{type(self).__name__} must say what it keeps")
+        """The state that later layers may read. Linear in `v`, `mixed` and the values of `kv`."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `update`")
 
     def spec(self, site: Site) -> StateSpec:
-        """Shapes alive before `site`, after the leading ones [..., K, T]."""
-        raise NotImplementedError(f"{type(self).__name__} must say its shapes")
+        """Trailing shapes of the state before `site`, after the leading axes [..., K, T]."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `spec`")
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, kv: State) -> tuple[Tensor, State]:
         """The value to cache and attend to, and the new state, from q [..., Q, T, d] and k, v [..., K, T, d]."""
         want = len(self.expects.shapes)
         if len(kv) != want:
             raise ValueError(
-                f"attention {self.site.index} got a state of {len(kv)} tensors; expected {want}. Attention layers must "
-                "be run in their order, each handing on what it returned"
+                f"attention {self.site.index} got a state of {len(kv)} tensors; expected {want}. Run the attention "
+                "layers in order, and pass the state that each returns to the next"
             )
         mixed = self.combine(v, kv, self.coeff(q, k, kv))
         return mixed, self.update(k, v, mixed, kv)

@@ -17,17 +17,17 @@ from depthmix.support.checks import check_range
 class BlockAttnResConfig(SourceAttentionConfig):
     either: ClassVar = (("block_sublayers", "num_blocks"),)
 
-    block_sublayers: int | None = option(None, "sublayers in a block; by default the even number nearest to L/8")
+    block_sublayers: int | None = option(None, "number of sublayers in a block; None: the even number nearest to L/8")
     num_blocks: int | None = option(None, "number of blocks N, of ⌈L/N⌉ sublayers each")
-    scale_by_count: bool = option(False, "multiply by the number of sources: PreNorm at the start, exactly")
+    scale_by_count: bool = option(False, "multiplication by the number of sources: exactly PreNorm at the start")
 
     def check(self, *, dim: int, depth: int) -> None:
         super().check(dim=dim, depth=depth)
         check_count(self.scale_by_count, self.mixing)
         if self.block_sublayers is not None and self.num_blocks is not None:
             raise ValueError(
-                f"block_sublayers={self.block_sublayers} and num_blocks={self.num_blocks}; expected one of them: each "
-                "follows from the other"
+                f"block_sublayers={self.block_sublayers} and num_blocks={self.num_blocks}; expected only one of them: "
+                "each determines the other"
             )
         for name in ("block_sublayers", "num_blocks"):
             if (value := getattr(self, name)) is not None:
@@ -48,7 +48,7 @@ class BlockAttnResConfig(SourceAttentionConfig):
         return self.scale_by_count
 
     def size(self, depth: int) -> int:
-        """Sublayers in a block."""
+        """Number of sublayers in a block."""
         if self.block_sublayers is not None:
             return self.block_sublayers
         if self.num_blocks is not None:
@@ -56,15 +56,15 @@ class BlockAttnResConfig(SourceAttentionConfig):
         return min(depth, max(2, 2 * ((depth + 8) // 16)))  # even and nearest to depth / 8, ties upward
 
     def layout(self, depth: int) -> str:
-        """How the blocks fall, for people to read."""
+        """The layout of the blocks, as text for users."""
         size = self.size(depth)
         blocks = -(-depth // size)
-        asked = f" (asked for {self.num_blocks})" if self.num_blocks not in (None, blocks) else ""
+        asked = f" (num_blocks={self.num_blocks} was requested)" if self.num_blocks not in (None, blocks) else ""
         words = f"{blocks} blocks of {size} sublayers{asked}"
         if blocks > 1 and size == 1:
             words += ": full AttnRes"
         if blocks > 1 and size % 2:
-            words += "; an odd block size cannot be expressed in whole layers (attention and MLP)"
+            words += "; an odd block size is not a whole number of layers (attention and MLP)"
         return words
 
 
@@ -78,7 +78,7 @@ class BlockAttnRes(TwoPhaseAttention):
     (5) first of a block: push p to the bank, p = v_l
     (6) otherwise: p ← p + v_l
 
-    State: bank and partial, b_0 … b_{n−1}, p; with query_from="read" h_{l−1} behind them. It starts with an empty bank
+    State: bank and partial, b_0 … b_{n−1}, p; with query_from="read" h_{l−1} after them. It starts with an empty bank
     and the embedding as the partial, which the first boundary pushes. w starts at 0: the PreNorm network up to the
     scale that each reader's norm removes.
     """
@@ -156,5 +156,5 @@ class BlockAttnRes(TwoPhaseAttention):
 
 
 def source_count(size: int, index: int) -> int:
-    """Finished blocks and the partial before site `index`, the embedding among them."""
+    """Number of finished blocks before site `index`, including the embedding, plus the partial."""
     return -(-index // size) + 1

@@ -23,14 +23,14 @@ from depthmix.support.checks import check_positive, check_range
 class DeepDeltaConfig(MixerConfig):
     starts: ClassVar = frozenset({"beta"})
 
-    value_width: int = option(1, "columns of the state")
-    beta: float = option(1.0, "start of β, between 0 and 2")
-    key_norm: ops.KeyNorm = option("l2", "length of the key; l2_squared: released code; rms: depthmix 0.1.0")
-    key_eps: float = option(1e-10, "eps of the key's length; released code: 1e-5")
-    target_input: Literal["normed", "read"] = option("normed", "what the target is projected from; released code: read")
+    value_width: int = option(1, "number of value columns V of the state")
+    beta: float = option(1.0, "initial β, between 0 and 2")
+    key_norm: ops.KeyNorm = option("l2", "norm of the key; l2_squared: released code; rms: depthmix 0.1.0")
+    key_eps: float = option(1e-10, "eps of the key's norm; released code: 1e-5")
+    target_input: Literal["normed", "read"] = option("normed", "input of the target's projection; released code: read")
     target_bias: bool = option(False, "bias in the target's projection; released code: True")
-    target_bound: float | None = option(None, "bound of the target, times a sigmoid; released code: 4")
-    eps: float = option(1e-6, "eps of the norm of what is read")
+    target_bound: float | None = option(None, "bound of the target, which becomes a scaled sigmoid; released code: 4")
+    eps: float = option(1e-6, "eps of the norm of the read vector")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_range("value_width", self.value_width, 1)
@@ -59,13 +59,13 @@ class DeepDelta(DepthMixer):
     (5) X[j] ← X[j] + β (val[j] − ⟨X[j], k⟩) k
 
     Options give (3) and (4) as in the released code. State: X [V, D], V copies of the embedding at first. β starts at
-    `beta` (1: overwrite along the key), r as the mean. What a source adds is turned by every later I − β k kᵀ: the
+    `beta` (1: overwrite along the key), r as the mean. Every later I − β k kᵀ acts on what a source added: the
     mixing is operator-valued.
     """
 
     Config = DeepDeltaConfig
     paper = "arXiv 2601.00417"
-    holds = "X, V columns"
+    holds = "V columns"
     rank_formula = "operator-valued"
     parameters_formula = "L(D+1+V·D), + L·V for V ≥ 2, + L·V with a bias"
     operator_valued = True
@@ -97,7 +97,7 @@ class DeepDelta(DepthMixer):
 
     @classmethod
     def write_flops(cls, config: Any, dim: int) -> int:
-        """Of the gates of a sublayer, the key, what it recalls, and the rewritten rows."""
+        """FLOPs of a sublayer's gates, key, recalled values and rewritten rows."""
         m = config.value_width
         if config.target_input == "normed":
             gates = arithmetic.normed_linear(dim, 1 + m, bias=False)
@@ -168,23 +168,23 @@ class DeepDelta(DepthMixer):
         return (ops.delta_rule(state[0], c.key, v, c.beta, c.target),)  # (5)
 
     def read(self, state: State) -> tuple[Tensor, Any]:
-        """What is read decides the gates too: one read serves both."""
+        """The gates depend on the read vector too: it is computed once for both."""
         self.check_state(state)
         read = self.read_weights(state[0])
         h = ops.read_streams(state[0], read)
         return h, self.gates(h, read)
 
     def write(self, state: State, carry: Any, y: Tensor) -> State:
-        """As `value` and `update`, without making the key."""
+        """The same as `value` and `update`, without materialising the key."""
         y = self.checked_output(state, y)
         options = {"eps": self.config.key_eps, "norm": self.config.key_norm}
         return (ops.normed_delta(state[0], y, carry.beta, carry.target, **options),)
 
 
 def readout_matrix(coeffs: Sequence[DeltaCoeff]) -> Tensor:
-    """k_lᵀ T_{i→l} k_i for 1 ≤ i < l, as [..., L, L+1] (column 0, the embedding, has no key and stays 0).
+    """k_lᵀ T_{i→l} k_i for 1 ≤ i < l, as [..., L, L+1] (column 0, the embedding, has no key and is 0).
 
-    Times β_i val_iᵀ it is what sublayer l recalls of the writes below it: DeltaNet's attention over depth.
+    Times β_i val_iᵀ it is what sublayer l recalls of the writes below it: DeltaNet's attention, over depth.
     `coeffs` are those of the L sublayers, as a trace records them.
     """
     keys = torch.stack([c.key for c in coeffs if c.key is not None], -2)  # [..., L, D]

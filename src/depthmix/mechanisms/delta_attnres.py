@@ -21,8 +21,8 @@ class DeltaAttnRes(SourceAttention):
     (4) h_l = Σ_i (1 + α_i) v_i
     (5) the sources grow by v_l
 
-    State: the sources, oldest first; with query_from="read" h_{l−1} behind them; the stream is their sum. Where a read
-    is one softmax under a static query, the sum of all but the newest source travels behind them: it can be made again.
+    State: the sources, oldest first; with query_from="read" h_{l−1} after them; the stream is their sum. If a read is
+    a single softmax with a static query, the sum of all but the newest source follows them; it can be recomputed.
     Row 1 and the output's row are plain sums. w starts at 0: rows are constant, the PreNorm network up to scale.
     """
 
@@ -38,7 +38,7 @@ class DeltaAttnRes(SourceAttention):
     @classmethod
     def facts(cls, config: Any, *, dim: int, depth: int) -> Facts:
         normalised = config.mixing != "sigmoid"
-        summed = cls.sums(config) * (depth - 1)  # rows that move the running sum on and add their mixture to it
+        summed = cls.sums(config) * (depth - 1)  # rows that advance the running sum and add their mixture to it
         rows = [float(row + 1 + (0 < row < depth)) for row in range(depth + 1)]
         return Facts(
             preserves_prenorm=config.prenorm(dim) if depth > 1 else "exact",  # one sublayer: no row attends
@@ -64,12 +64,12 @@ class DeltaAttnRes(SourceAttention):
 
     @classmethod
     def sums(cls, config: Any) -> bool:
-        """Whether a read is the running sum plus a mixture that keeps references and numbers only."""
+        """Whether a read is the running sum plus a mixture that saves only references and numbers per token."""
         return bool(config.single_softmax)
 
     @classmethod
     def sum_flops(cls, config: Any, dim: int, sources: int) -> int:
-        """Of what a row adds to its mixture: the running sum, or 1 to each weight."""
+        """FLOPs of adding the running sum to a row's mixture, or 1 to each weight."""
         return 2 * dim if cls.sums(config) else config.heads * sources * (config.mixing != "static")
 
     def __init__(self, site: Site, config: Any) -> None:

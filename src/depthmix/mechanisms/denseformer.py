@@ -16,16 +16,16 @@ from depthmix.support.checks import check_range
 
 @dataclass(frozen=True, kw_only=True)
 class DenseFormerConfig(MixerConfig):
-    dilation: int = option(1, "every how many blocks back a read reaches")
-    period: int = option(1, "after every how many blocks an average is taken")
-    block_sublayers: int = option(2, "sublayers of a Transformer block")
+    dilation: int = option(1, "distance between the blocks that an average reads")
+    period: int = option(1, "number of blocks from one average to the next")
+    block_sublayers: int = option(2, "number of sublayers in a Transformer block")
 
     def check(self, *, dim: int, depth: int) -> None:
         for name in ("dilation", "period", "block_sublayers"):
             check_range(name, getattr(self, name), 1)
 
     def blocks_before(self, index: int) -> int:
-        """Complete blocks before site `index`."""
+        """The number of complete blocks before site `index`."""
         return index // self.block_sublayers
 
     def averages(self, block: int) -> bool:
@@ -40,13 +40,13 @@ class DenseFormer(DepthMixer):
     (3) h = Y_j plus the outputs of block j+1 so far
 
     State: X_0 … X_j; inside a block also the running stream. α starts one-hot on X_j: the plain residual. The weights
-    are bare parameters, not a Linear, so that no initialisation hook or weight decay touches them.
+    are plain parameters, not a Linear, so that initialisation hooks and weight decay do not apply to them.
     """
 
     Config = DenseFormerConfig
     paper = "arXiv 2402.02622"
     holds = "block outputs"
-    rank_formula = "max over cuts of min(vectors alive, averages to come)"
+    rank_formula = "max over cuts of min(vectors held, averages still to come)"
     parameters_formula = "N(N+3)/2, N blocks"
     variants = ({}, {"dilation": 2}, {"period": 2}, {"dilation": 2, "period": 3}, {"block_sublayers": 1})
 
@@ -63,7 +63,7 @@ class DenseFormer(DepthMixer):
             reads=(2 + sum(sizes) / depth) * dim,
             writes=(1 + len(sizes) / depth) * dim,
             flops=arithmetic.mixture(sum(sizes), dim) + depth * dim,
-            note=f"{blocks} blocks of {config.block_sublayers} sublayers, averaged after {len(sizes)} of them",
+            note=f"{blocks} blocks of {config.block_sublayers} sublayers, an average after {len(sizes)} of them",
         )
 
     def __init__(self, site: Site, config: DenseFormerConfig) -> None:
@@ -71,7 +71,7 @@ class DenseFormer(DepthMixer):
         size = config.block_sublayers
         self.at_boundary = site.index % size == 0 or site.is_out
         block = -(-site.index // size) if site.is_out else config.blocks_before(site.index)
-        self.reach = range(block % config.dilation, block + 1, config.dilation)  # which X_i are averaged
+        self.reach = range(block % config.dilation, block + 1, config.dilation)  # the indices i of the averaged X_i
         averages = self.at_boundary and config.averages(block)
         self.add_parameter("weights", len(self.reach), exists=averages)
 
@@ -95,28 +95,28 @@ class DenseFormer(DepthMixer):
         return ops.weighted_sum([state[i] for i in self.reach], c.unbind())  # (1)
 
     def update(self, state: State, c: Coeff, v: Tensor) -> State:
-        return self.grown(state, self.combine(state, c), v)
+        return self.write_to_bank(state, self.combine(state, c), v)
 
-    def grown(self, state: State, h: Tensor, v: Tensor) -> State:
+    def write_to_bank(self, state: State, h: Tensor, v: Tensor) -> State:
         bank = state if self.at_boundary else state[:-1]
         return (*bank, h + v)  # (2)
 
     def read(self, state: State) -> tuple[Tensor, Any]:
         h, _ = super().read(state)
-        return h, h  # the average is what the stream goes on from: carry it over the sublayer
+        return h, h  # the stream continues from the average, so `write` needs it
 
     def write(self, state: State, carry: Any, y: Tensor) -> State:
-        return self.grown(state, carry, self.checked_output(state, y))
+        return self.write_to_bank(state, carry, self.checked_output(state, y))
 
 
 def cut_rank(config: DenseFormerConfig, index: int, depth: int) -> int:
-    """What can cross the cut before site `index`: vectors alive, and reads to come that are not alike.
+    """Bound of the rank across the cut before site `index`: vectors held, and distinct reads still to come.
 
-    Exact at dilation 1; a longer dilation thins the reads, and the rank can stay below.
+    Exact at dilation 1; a larger dilation reads fewer vectors, and the rank can be lower.
     """
     size = config.block_sublayers
     inside = index % size != 0
     alive = config.blocks_before(index) + 1 + inside
     averages = sum(min(j * size, depth) >= index and config.averages(j) for j in range(1, -(-depth // size) + 1))
-    stream = inside or not config.averages(config.blocks_before(index))  # the running stream is read as it is
+    stream = inside or not config.averages(config.blocks_before(index))  # the running stream is read directly
     return min(alive, averages + stream)

@@ -1,6 +1,6 @@
 """Depth-Attention: before it is cached, a value is mixed with those of earlier attention layers at the same token.
 
-Axes: ... any leading shape, Q query head, K key-value head, T token, d channel of a head, S source (the own last).
+Axes: ... any leading shape, Q query head, K key-value head, T token, d channel of a head, S source (own one last).
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from depthmix.support.checks import check_range
 class DepthAttentionConfig(MixerConfig):
     either: ClassVar = (("stride", "sources"),)
 
-    stride: int | None = option(None, "distance of the source layers; None: half of the attention layers")
-    grid: Literal["absolute", "relative"] = option("absolute", "layers 0, s, 2s …; or l−s, l−2s …")
-    sources: tuple[int, ...] | None = option(None, "the source layers themselves, in place of a stride")
-    window: int = option(0, "how many layers just below are sources too")
-    rule: Literal["softmax", "uniform"] = option("softmax", "uniform: the plain average of the same sources")
+    stride: int | None = option(None, "distance between source layers; None: half the number of attention layers")
+    grid: Literal["absolute", "relative"] = option(
+        "absolute", "source layers of a stride s: 0, s, 2s …; or l−s, l−2s …"
+    )
+    sources: tuple[int, ...] | None = option(None, "indices of the source layers, instead of a stride")
+    window: int = option(0, "number of layers directly below that are sources too")
+    rule: Literal["softmax", "uniform"] = option("softmax", "weights of the sources; uniform: plain average")
     loop: Literal["unrolled", "same_layer", "both"] = option(
-        "unrolled", "sources in a looped model: executions by their number; same_layer: the layer's own runs; or both"
+        "unrolled", "sources in a looped model: executions by index; same_layer: earlier runs of the layer; or both"
     )
 
     def check(self, *, dim: int, depth: int) -> None:
@@ -36,13 +38,13 @@ class DepthAttentionConfig(MixerConfig):
             check_range("stride", self.stride, 1)
         check_range("window", self.window, 0)
         if self.stride is not None and self.sources is not None:
-            raise ValueError(f"stride={self.stride} and sources={list(self.sources)}; expected one of them")
+            raise ValueError(f"stride={self.stride} and sources={list(self.sources)}; expected only one of them")
         for layer in self.sources or ():
             check_range("sources", layer, 0, depth - 1, remedy=f"There are {depth} attention layers")
         if self.loop == "same_layer" and (self.stride, self.sources, self.window) != (None, None, 0):
             given = f"stride={self.stride}, sources={self.sources}, window={self.window}"
             raise ValueError(
-                f"loop='same_layer' with {given}; it reads a layer's own earlier runs: leave the others out"
+                f"loop='same_layer' with {given}; it reads only earlier runs of the same layer: do not set the others"
             )
 
     def resolved(self, *, dim: int, depth: int) -> dict[str, Any]:
@@ -67,7 +69,7 @@ class DepthAttentionConfig(MixerConfig):
         return [j for j in below if j in chosen or j >= index - self.window or j in own_runs]
 
     def alive(self, index: int, order: tuple[int, ...]) -> list[int]:
-        """The executions that somebody from `index` on still reads: what the state holds."""
+        """The executions that `index` or a later one still reads: the contents of the state."""
         later = {j for i in range(index, len(order)) for j in self.reads(i, order)}
         return sorted(j for j in later if j < index)
 
@@ -80,8 +82,8 @@ class DepthAttention(KVMixer):
     (3) a = softmax(e)
     (4) u_l = a_l v_l + Σ_j a_j u_j
 
-    u_l is what is cached and attended to; sources give values that are mixed already, the own one is raw. There are no
-    parameters, and the first layer is untouched.
+    u_l is cached and attended to. The values of the sources are already mixed; the layer's own value is not. There are
+    no parameters, and the first layer is unchanged.
 
     State: k_j and u_j of the layers that are still to be read, oldest first.
     """
@@ -101,14 +103,14 @@ class DepthAttention(KVMixer):
 
     @classmethod
     def facts(cls, config: Any, *, heads: int, kv_heads: int, head_dim: int, order: tuple[int, ...]) -> KVFacts:
-        counts = [len(config.reads(index, order)) + 1 for index in range(len(order))]  # with the own value
+        counts = [len(config.reads(index, order)) + 1 for index in range(len(order))]  # including the layer's own value
         mixing = [n for n in counts if n > 1]
         flops = arithmetic.mixture(sum(mixing), kv_heads * head_dim)
         if config.rule == "softmax":
             pooling = heads * head_dim * (heads != kv_heads)
             logits = sum(n * (2 * head_dim + 1) + arithmetic.softmax(n) for n in mixing)
             flops += len(mixing) * pooling + kv_heads * logits
-        note = f"{len(mixing)} of {len(order)} attention layers mix {sum(mixing)} values, their own included"
+        note = f"{len(mixing)} of {len(order)} attention layers mix {sum(mixing)} values, including their own"
         return KVFacts(parameters=0, flops=flops, note=note)
 
     def __init__(self, site: Site, config: DepthAttentionConfig, order: tuple[int, ...]) -> None:

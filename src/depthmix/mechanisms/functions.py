@@ -1,7 +1,7 @@
-"""Functions of a user's own, under the name `package.module:function` that a configuration stores.
+"""User-defined functions, by the name `package.module:function` that a configuration stores.
 
 Naming one imports its module, which runs that module's code; nothing is imported unless an option names it. A function
-is tried on a few numbers when a configuration is checked, so that a wrong one is named before anything runs.
+is tried on a few numbers when a configuration is checked, so that errors are reported before anything runs.
 
 Axes: ... any leading shape, H head, d channel of a head, r feature.
 """
@@ -21,11 +21,11 @@ from depthmix.ops.reference import full_precision
 from depthmix.support.checks import import_function
 
 ELU1 = "elu1"
-ROWS = 5  # of the numbers that a function is tried on
+ROWS = 5  # of the test input that a function is tried on
 
 
 class OwnFunction:
-    """A function by its name. It gets tensors of one dtype, float32 at least, and autocast does not reach into it."""
+    """A function by its name. It receives tensors of one dtype, at least float32, and runs without autocast."""
 
     def __init__(self, option: str, name: str, others: str = "") -> None:
         self.function = import_function(option, name, others)
@@ -37,12 +37,12 @@ class OwnFunction:
 
 
 def dot(query: Tensor, key: Tensor) -> Tensor:
-    """The score of the papers, [..., H] of [..., H, d]."""
+    """The dot product that the papers use as score: [..., H] from [..., H, d]."""
     return (key * query).sum(-1)
 
 
 def kernel_function(name: str) -> Callable[[Tensor], Tensor]:
-    """φ: [..., d] to [..., r], above 0."""
+    """The feature map φ: [..., d] to positive [..., r]."""
     return ops.elu1 if name == ELU1 else OwnFunction("kernel", name, f"{ELU1} or ")
 
 
@@ -53,42 +53,42 @@ def score_function(name: str | None) -> Callable[[Tensor, Tensor], Tensor]:
 
 @lru_cache(maxsize=256)
 def count_features(name: str, width: int) -> int:
-    """How many features a kernel makes of `width` channels."""
+    """The number of features that a kernel computes from `width` channels."""
     if name == ELU1:
         return width
     x = numbers(ROWS, 2, width)
     features = try_function("kernel", name, kernel_function(name), x)
     if features.dim() != 3 or features.shape[:-1] != x.shape[:-1]:
         raise ValueError(
-            f"kernel={name!r} made {list(features.shape)} of a tensor {list(x.shape)}; expected [{ROWS}, 2, r]: the "
-            "features of each vector"
+            f"kernel={name!r} returned shape {list(features.shape)} for a tensor of shape {list(x.shape)}; expected "
+            f"[{ROWS}, 2, r]: the features of each vector"
         )
     if not (features > 0).all():
         raise ValueError(
-            f"kernel={name!r} returned {float(features.min()):.3g}; expected features above 0: weights are divided by "
-            "their sum"
+            f"kernel={name!r} returned {float(features.min()):.3g}; expected positive features, since weights "
+            "are divided by their sum"
         )
     return features.shape[-1]
 
 
 @lru_cache(maxsize=256)
 def starts_uniform(name: str | None, heads: int, width: int) -> bool:
-    """Whether a query of 0 gives every key the same score: then all weights are equal at the start."""
+    """Whether a zero query gives every key the same score, so that all weights are equal at the start."""
     if name is None:
         return True
     score, keys, queries = score_function(name), numbers(ROWS, heads, width), numbers(heads, width)
-    for query in (queries, queries.expand_as(keys), torch.zeros_like(queries)):  # learned, and of each token
+    for query in (queries, queries.expand_as(keys), torch.zeros_like(queries)):  # learned and per token
         scores = try_function("score", name, score, query, keys)
         if scores.shape != keys.shape[:-1]:
             raise ValueError(
-                f"score={name!r} made {list(scores.shape)} of a query {list(query.shape)} and a key "
-                f"{list(keys.shape)}; expected {list(keys.shape[:-1])}: one number for each head"
+                f"score={name!r} returned shape {list(scores.shape)} for a query {list(query.shape)} and a key "
+                f"{list(keys.shape)}; expected {list(keys.shape[:-1])}: one number per head"
             )
     return bool((scores == scores[:1]).all())
 
 
 def numbers(*shape: int) -> Tensor:
-    """Of both signs and of no pattern; on the CPU, also while a model is built without storage."""
+    """Test input: numbers of both signs without a pattern, always on the CPU, even under a meta device."""
     count = torch.Size(shape).numel()
     return (torch.arange(1, count + 1, device="cpu", dtype=torch.float32) * 1.7).sin().mul(2).view(shape)
 
@@ -98,12 +98,12 @@ def try_function(option: str, name: str, function: Callable[..., Any], *argument
     try:
         with torch.no_grad(), torch.device("cpu"):
             result = function(*arguments)
-    except Exception as error:  # whatever it is, the message says it
+    except Exception as error:  # the message reports any error
         raise ValueError(
             f"{option}={name!r} failed on tensors {shapes} ({type(error).__name__}: {error}); see the page of attnres "
-            "for what it is called with"
+            "for its arguments"
         ) from error
     if not isinstance(result, Tensor) or not result.is_floating_point():
         got = str(result.dtype) if isinstance(result, Tensor) else f"a {type(result).__name__}"
-        raise ValueError(f"{option}={name!r} returned {got} for tensors {shapes}; expected a floating tensor")
+        raise ValueError(f"{option}={name!r} returned {got} for tensors {shapes}; expected a floating-point tensor")
     return result

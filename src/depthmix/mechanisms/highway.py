@@ -18,9 +18,9 @@ from depthmix.support.checks import check_positive
 class HighwayConfig(MixerConfig):
     starts: ClassVar = frozenset({"bias"})
 
-    gate: Literal["scalar", "channel"] = option("scalar", "one gate a token, or one a channel")
-    bias: float = option(-2.0, "start of the gate's bias; negative: the carry dominates")
-    eps: float = option(1e-6, "of the norm under the gate")
+    gate: Literal["scalar", "channel"] = option("scalar", "one gate per token, or one per token and channel")
+    bias: float = option(-2.0, "initial bias of the gate; negative: the carry dominates")
+    eps: float = option(1e-6, "eps of the gate's input norm")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_positive("eps", self.eps)
@@ -34,12 +34,12 @@ class Highway(DepthMixer):
     (3) x ← (1 − g_l) ⊙ x + g_l ⊙ v_l
 
     State: the stream x [D]. W starts at 0 and b negative: the carry dominates, as in the paper. The gate is computed
-    from the stream before the sublayer runs; 1 − g is σ of the negated logit, which does not cancel near 1.
+    from the stream before the sublayer runs; 1 − g is σ of the negated logit, which avoids cancellation near 1.
     """
 
     Config = HighwayConfig
     paper = "arXiv 1505.00387"
-    holds = "x"
+    holds = "1 stream"
     rank_formula = "1"
     parameters_formula = "L·(D+1) or L·(D²+D)"
     takes_decay = frozenset({"weight"})

@@ -40,7 +40,7 @@ class Streams(NamedTuple):
 
 
 class StreamMixer(DepthMixer):
-    """What all mechanisms with m streams share: the state and its linear maps; `coeff` is theirs."""
+    """The shared part of mechanisms with m streams: the state and its linear maps. Subclasses implement `coeff`."""
 
     holds = "m streams"
     rank_formula = "m"
@@ -60,7 +60,7 @@ class StreamMixer(DepthMixer):
         return (ops.write_streams(state[0], c.transition, c.gain, v),)  # (H)
 
     def plain_readout(self, stream: Tensor) -> Streams:
-        """The output's row where it is not learned."""
+        """The output's row if it is not learned."""
         m = self.config.streams
         weight = 1.0 if self.config.readout == "sum" else 1 / m
         return Streams(stream.new_full((m,), weight, dtype=ops.accumulator(stream.dtype)), None, None)
@@ -72,12 +72,12 @@ def stream_traffic(m: int, dim: int) -> tuple[int, int]:
 
 
 def stream_flops(m: int, dim: int, depth: int, *, full: bool) -> int:
-    """Of all reads and writes of the streams, their coefficients apart; the first site reads one stream as it is."""
+    """FLOPs of all stream reads and writes, without the coefficients; the first site reads one stream directly."""
     return depth * (arithmetic.mixture(m, dim) + 2 * m * dim + 2 * m * m * dim * full)
 
 
 def stream_prenorm(readout: Readout, rows: PreNorm) -> PreNorm:
-    """What `rows` of M that are so for the mean become with another readout."""
+    """How rows of M that are `rows` with readout "mean" compare with PreNorm under another readout."""
     return "up to scale" if rows == "exact" and readout == "sum" else rows
 
 
@@ -86,15 +86,15 @@ class HyperConnectionsConfig(MixerConfig):
     starts: ClassVar = frozenset({"start", "output_scale"})
 
     streams: int = option(4, "number of streams m")
-    dynamic: bool = option(True, "coefficients depend on the streams (DHC); False: SHC")
-    transition: Literal["full", "identity"] = option("full", "identity: streams are not mixed")
-    readout: Readout = option("mean", "what the head reads of the streams")
+    dynamic: bool = option(True, "coefficients that depend on the streams (DHC); False: static (SHC)")
+    transition: Literal["full", "identity"] = option("full", "mixing of the streams; identity: none")
+    readout: Readout = option("mean", "combination of the streams that the head reads")
     start: Literal["prenorm", "parted", "scaled", "lite", "hyper", "megatron"] = option(
-        "hyper", "how parameters start; prenorm, hyper, parted keep PreNorm; parted: streams differ (for retrofits)"
+        "hyper", "initialisation; prenorm, hyper, parted keep PreNorm; parted: streams differ (for retrofits)"
     )
-    output_scale: float | None = option(None, "mean of `beta` at the start; None: that of `start`")
-    tanh: bool = option(True, "bound the dynamic part")
-    eps: float = option(1e-6, "of the norm of a stream")
+    output_scale: float | None = option(None, "initial mean of `beta`; None: given by `start`")
+    tanh: bool = option(True, "tanh on the dynamic part")
+    eps: float = option(1e-6, "eps of the norm of a stream")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_range("streams", self.streams, 1, MOST_STREAMS)
@@ -113,7 +113,7 @@ class HyperConnections(StreamMixer):
 
     State: H [m, D], m copies of the embedding at first. Start "hyper", the paper's: A_m one-hot by site, A_r identity,
     B ones, dynamic weights 0; all streams stay equal to the residual stream and M is 1. With "parted" A_m is the mean
-    and B differs between streams and has the mean 1: M is 1, and the streams differ from the first write on.
+    and B differs between streams with mean 1: M is 1, and the streams differ from the first write on.
     """
 
     Config = HyperConnectionsConfig
@@ -132,7 +132,7 @@ class HyperConnections(StreamMixer):
     )
     alpha_m: Tensor | None
     alpha_r: Tensor | None
-    beta: Any  # the write-side parameters exist wherever `coeff` uses them
+    beta: Any  # write-side parameters exist at every site where `coeff` uses them
     norm_weight: Any
     w_m: Tensor | None
     w_r: Tensor | None
@@ -159,7 +159,7 @@ class HyperConnections(StreamMixer):
 
     @classmethod
     def dynamic_flops(cls, config: Any, dim: int, vectors: int) -> int:
-        """Of the coefficients of a site with so many weight vectors beside those of the transition."""
+        """FLOPs of a site's coefficients with `vectors` weight vectors besides those of the transition."""
         rows = vectors + config.streams * (config.transition == "full")
         bounded = rows * (config.tanh + 2)  # tanh, scale, added to the static part
         return int(config.streams * (arithmetic.normed_linear(dim, rows, bias=False) + bounded))
@@ -214,7 +214,7 @@ class HyperConnections(StreamMixer):
         )
 
     def dynamic(self, streams: Tensor) -> list[Tensor]:
-        """tanh(G w) for each set of weights that exists, [..., m, rows]; one product serves all."""
+        """tanh(G w) for each set of weights that exists, [..., m, rows]; all in one product."""
         sets = [self.w_m, None if self.w_r is None else self.w_r.mT, self.w_b]
         rows = [torch.atleast_2d(w) for w in sets if w is not None]
         folded = ops.wide(torch.cat(rows)) * ops.wide(self.norm_weight)

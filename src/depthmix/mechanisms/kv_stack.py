@@ -1,4 +1,4 @@
-"""KVStack: one value mixer for each execution of an attention."""
+"""KVStack: one value mixer for each execution of an attention layer."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from depthmix.support.checks import check_divides, check_range
 
 
 class KVStack(nn.Module):
-    """The value mixers of a network's attention layers, one for each execution: for an attention of your own.
+    """The value mixers of a network's attention layers, one for each execution, for use in your own attention.
 
     Args:
         name: a name from `list_mechanisms(kind="kv")`, or a subclass of `KVMixer`.
         head_dim: channels of a head.
-        depth: number of attention layers N; or
+        depth: number of attention layers N (give either `depth` or `order`).
         order: for layers that run more than once, the layer of each execution, such as (0, 1, 2, 1, 2, 3).
-        share: the executions of a layer share their parameters.
-        options: of the mechanism; `depthmix show NAME` lists them.
+        share: whether the executions of a layer share their parameters.
+        options: options of the mechanism; `depthmix show NAME` lists them.
 
-    `state = stack.begin()`, then in each attention, after norms and RoPE of its queries and keys and before its cache,
-    `v, state = stack[i].mix(q, k, v, state)`. It iterates over its mixers; state-dict names are `{i}.…`, i
-    the number of the execution, with `share` of the layer (execution 0 is `first` where its layer runs again with other
-    parameters).
+    Call `state = stack.begin()`; then in each attention, after norms and RoPE of its queries and keys and before the
+    cache, `v, state = stack[i].mix(q, k, v, state)`. Iterating over it gives its mixers. State-dict names are `{i}.…`,
+    where i is the index of the execution, or with `share` of the layer (execution 0 is `first` if later executions of
+    its layer have other parameters).
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class KVStack(nn.Module):
         self.name = name if isinstance(name, str) else cls.__name__
         if (depth is None) == (order is None):
             raise ValueError(
-                f"{self.name}: depth={depth} and order={order}; expected one of them: the number of attention layers, "
-                "or the layer of each execution"
+                f"{self.name}: depth={depth} and order={order}; expected exactly one of them: the number of attention "
+                "layers, or the layer of each execution"
             )
         if order is None:
             check_sizes(self.name, depth=depth)
@@ -93,16 +93,16 @@ class KVStack(nn.Module):
         return self[0].begin()
 
     def spec(self, index: int) -> StateSpec:
-        """Shapes alive before attention `index`, after the leading ones [..., K, T]."""
+        """The state's specification before attention `index`; shapes follow the leading axes [..., K, T]."""
         check_range("index", index, 0, len(self))
         return self[0].spec(dataclasses.replace(self[0].site, index=index))
 
     def state_widths(self) -> tuple[float, float]:
-        """Widths per token of the largest state, at a cut and in a read; a width is one vector for each KV head."""
+        """Size of the largest state per token, at a cut and between reads, in widths of one vector per KV head."""
         return state_widths([self.spec(index) for index in range(len(self) + 1)], self.head_dim)
 
     def facts(self, *, heads: int, kv_heads: int | None = None) -> KVFacts:
-        """What the mechanism costs in an attention of so many query heads and key-value heads (None: as many)."""
+        """Cost of the mechanism in attention with these numbers of query heads and key-value heads (None: equal)."""
         kv_heads = heads if kv_heads is None else kv_heads
         check_sizes(self.name, heads=heads, kv_heads=kv_heads)
         check_divides("kv_heads", kv_heads, heads, of="the query heads, heads")

@@ -1,8 +1,8 @@
-"""What files left unsaid, by the format that they have.
+"""Options that old files do not contain, by file format.
 
-Files of format 1 are those of depthmix 0.1.0, which wrote no format into `config.toml`. They hold only the options that
-somebody gave: the others have the values that were the defaults of that version, and these are here, as they were.
-Since format 2 files hold every option.
+Files of format 1 are those of depthmix 0.1.0, which wrote no format into `config.toml`. They contain only the options
+that were given explicitly; the others have the defaults of that version, which are listed here. Since format 2 files
+contain every option.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FAMILY = {
     "score": None,
     "eps": 1e-6,
 }
-# Every option of every mechanism as 0.1.0 had it; an option that came later with the value that computes the same.
+# Every option of every mechanism with its default in 0.1.0; later options have the value that computes the same.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "attnres": {**FAMILY, "window": None, "scale_by_count": False, "group_sublayers": None},
     "block_attnres": {**FAMILY, "block_sublayers": None, "num_blocks": None, "scale_by_count": False},
@@ -89,20 +89,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def complete(name: str, options: Mapping[str, Any], *, dim: int, depth: int) -> dict[str, Any]:
-    """Every option of a mechanism that a file of format 1 describes, with the defaults of 0.1.0."""
+    """Every option of a mechanism in a file of format 1, with the defaults of 0.1.0."""
     if name not in DEFAULTS:
         if name in DEPTH | KV:
             raise ValueError(
-                f"{name} is not in depthmix 0.1.0, to which a file without a format belongs. Write `format = {FORMAT}` "
-                "into its first line to have the defaults of this version"
+                f"{name} does not exist in depthmix 0.1.0, whose files have no format number. Write "
+                f"`format = {FORMAT}` into the first line of the file to use the defaults of this version"
             )
-        return dict(options)  # of another package, whose defaults are its own affair
+        return dict(options)  # from another package, whose defaults are not recorded here
     chosen = {**DEFAULTS[name], **options}
     return {**chosen, **derived(name, chosen, dim, depth)}
 
 
 def derived(name: str, given: Mapping[str, Any], dim: int, depth: int) -> dict[str, Any]:
-    """What 0.1.0 made of options that were left to the width or the depth."""
+    """The values that 0.1.0 derived from the width or the depth for options left at None."""
     if name == "block_attnres" and given["block_sublayers"] is given["num_blocks"] is None:
         return {"num_blocks": min(8, depth)}
     if name == "depth_attention" and given["stride"] is given["sources"] is None and given["loop"] == "unrolled":

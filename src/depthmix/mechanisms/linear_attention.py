@@ -19,13 +19,13 @@ from depthmix.support.checks import check_positive, check_range
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttentionConfig(MixerConfig):
-    rank: int = option(4, "rows of the state, r")
+    rank: int = option(4, "number of rows r of the state")
     rule: Literal["plain", "gated", "delta", "gated_delta"] = option(
-        "plain", "add; decay and add; overwrite along the key; decay and overwrite"
+        "plain", "update of the state: add; decay and add; overwrite along the key; decay and overwrite"
     )
-    feature_map: Literal["identity", "elu1"] = option("identity", "of queries and keys; elu1: positive")
-    normalize: bool = option(False, "divide by the sum of the weights; needs elu1")
-    eps: float = option(1e-6, "of the norm under the keys")
+    feature_map: Literal["identity", "elu1"] = option("identity", "feature map of queries and keys; elu1: positive")
+    normalize: bool = option(False, "division by the sum of the weights; needs elu1")
+    eps: float = option(1e-6, "eps of the keys' input norm")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_range("rank", self.rank, 1)
@@ -38,23 +38,23 @@ class LinearAttentionConfig(MixerConfig):
 
     @property
     def erases(self) -> bool:
-        """Whether a write first takes away what the state recalls for its key."""
+        """Whether a write first removes what the state recalls for its key."""
         return self.rule in ("delta", "gated_delta")
 
 
-GATES = {"gated": "gate_proj", "gated_delta": "gate_weight"}  # a gate for each row of the state; one for all of it
+GATES = {"gated": "gate_proj", "gated_delta": "gate_weight"}  # one gate per row of the state; one for the whole state
 
 
 class Written(NamedTuple):
     """How a source enters the state: S ← transition S + gain vᵀ."""
 
-    transition: Tensor | None  # [..., R, R], or [..., R] where it is diagonal; None: the identity
+    transition: Tensor | None  # [..., R, R], or [..., R] if it is diagonal; None: the identity
     gain: Tensor  # [..., R]
 
 
 class LinearCoeff(NamedTuple):
-    read: Tensor | None  # [..., R]; None: the read of the embedding alone
-    embedding: Written | None  # at the first site, where the embedding waits for its key
+    read: Tensor | None  # [..., R]; None: reads only the embedding
+    embedding: Written | None  # at the first site, where the embedding gets its key
     written: Written | None
 
 
@@ -68,13 +68,13 @@ class LinearAttention(DepthMixer):
     (5) gated_delta: S ← g S + β k (v − g Sᵀk)ᵀ,  k and β as in delta,  g = σ(⟨u, norm(v)⟩ + c), one number
     (6) h_l = ψ(q_l)ᵀ S, normalised: divided by ψ(q_l)ᵀ z, z written as S is with v = 1
 
-    State: S [R, D] (and z [R]); before sublayer 1 the embedding alone. With the identity as ψ, q and b start at
+    State: S [R, D] (and z [R]); before sublayer 1 only the embedding. With the identity as ψ, q and b start at
     (1, 0, …) and the first row of K at 0: the plain residual, with random keys in the other components.
     """
 
     Config = LinearAttentionConfig
     paper = "arXiv 2006.16236"
-    holds = "S, r rows"
+    holds = "r rows"
     rank_formula = "r"
     parameters_formula = "(L+1)r(D+1) + L·r"
     takes_decay = frozenset(
@@ -115,7 +115,7 @@ class LinearAttention(DepthMixer):
 
     @classmethod
     def key_flops(cls, config: Any, dim: int, rule: str) -> int:
-        """Of what decides how a source is written: the key, with its gate or its β and transition."""
+        """FLOPs of the coefficients with which a source is written: the key, with its gate or its β and transition."""
         r = config.rank
         rows = r + {"plain": 0, "gated": r, "delta": 1, "gated_delta": 2}[rule]
         flops = arithmetic.normed_linear(dim, rows) + arithmetic.elu1(r) * (config.feature_map == "elu1")
@@ -166,7 +166,7 @@ class LinearAttention(DepthMixer):
         return x if self.config.feature_map == "identity" else ops.elu1(x)
 
     def project(self, v: Tensor, *names: tuple[str, str]) -> tuple[Tensor, ...]:
-        """norm(v) under several weights and biases, in one product."""
+        """Projections of norm(v) with several weights and biases, in one product."""
         weights = [torch.atleast_2d(getattr(self, weight)) for weight, _ in names]
         bias = torch.cat([getattr(self, bias) for _, bias in names])
         return ops.normed_linear(v, torch.cat(weights), bias, eps=self.config.eps).split([len(w) for w in weights], -1)
@@ -174,7 +174,7 @@ class LinearAttention(DepthMixer):
     def written(self, v: Tensor, prefix: str = "") -> Written:
         names = [("key_proj", "key_bias")]
         names += [("beta_weight", "beta_bias")] * self.config.erases
-        if not prefix and (gate := GATES.get(self.config.rule)):  # before the embedding there is nothing to decay
+        if not prefix and (gate := GATES.get(self.config.rule)):  # nothing precedes the embedding, so nothing decays
             names += [(gate, "gate_bias")]
         key, *rest = self.project(v, *((prefix + weight, prefix + bias) for weight, bias in names))
         key = self.feature(key)  # (1)
@@ -214,7 +214,7 @@ class LinearAttention(DepthMixer):
         return rows, ops.write_streams(state[1].unsqueeze(-1), transition, gain, one).squeeze(-1)
 
     def start(self, x: Tensor, written: Written) -> State:
-        """The state once the embedding has its key: nothing is there yet to decay or to erase."""
+        """The first state, in which only the embedding is written: there is nothing to decay or to erase."""
         rows = (written.gain.unsqueeze(-1) * x.unsqueeze(-2)).to(x.dtype)
         return (rows, written.gain.to(x.dtype)) if self.config.normalize else (rows,)
 

@@ -1,4 +1,4 @@
-"""What both kinds of stacks are made from: checked sizes, sites, and the options of a mechanism."""
+"""Helpers for both kinds of stacks: they check sizes and build sites and a mechanism's options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_sizes(name: str, **sizes: Any) -> None:
 
 
 def check_order(name: str, order: Any, depth: int | None = None) -> None:
-    """The layer or sublayer of each execution."""
+    """Check `order`, the layer or sublayer of each execution."""
     whole = isinstance(order, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in order)
     if not whole or (depth is not None and len(order) != depth):
         count = "" if depth is None else f"{depth} numbers, "
@@ -32,7 +32,7 @@ def make_sites(dim: int, depth: int, kinds: Sequence[Kind] | None) -> list[Site]
     alternating: list[Kind] = ["attn" if i % 2 == 0 else "mlp" for i in range(depth)]
     kinds = alternating if kinds is None else list(kinds)
     if len(kinds) != depth or not set(kinds) <= {"attn", "mlp"}:
-        raise ValueError(f"kinds={kinds!r}; expected {depth} times 'attn' or 'mlp', one per sublayer")
+        raise ValueError(f"kinds={kinds!r}; expected {depth} entries 'attn' or 'mlp', one per sublayer")
     return [Site(i, depth, dim, kind) for i, kind in enumerate(kinds)]
 
 

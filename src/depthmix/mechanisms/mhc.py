@@ -41,16 +41,16 @@ class ManifoldConfig(MixerConfig):
     starts: ClassVar = frozenset({"start", "output_scale", "scale_init"})
 
     streams: int = option(4, "number of streams m")
-    iterations: int = option(20, "of Sinkhorn")
-    transition: Literal["full", "identity"] = option("full", "identity: streams are not mixed")
-    readout: Readout = option("mean", "what the head reads of the streams; learned: DeepSeek's head")
+    iterations: int = option(20, "number of Sinkhorn iterations")
+    transition: Literal["full", "identity"] = option("full", "mixing of the streams; identity: none")
+    readout: Readout = option("mean", "combination of the streams that the head reads; learned: DeepSeek's head")
     start: Literal["prenorm", "parted", "scaled", "lite", "hyper", "megatron", "lucidrains"] = option(
-        "lite", "how parameters start; prenorm, hyper, parted keep PreNorm; parted: streams differ (for retrofits)"
+        "lite", "initialisation; prenorm, hyper, parted keep PreNorm; parted: streams differ (for retrofits)"
     )
-    output_scale: float | None = option(None, "mean of H_post at the start; None: that of `start`")
-    scale_init: float | None = option(None, "start of the input scales a; None: that of `start` (DeepSeek: 0.01)")
-    eps: float = option(0.0, "in H_pre and Sinkhorn (DeepSeek: 1e-6)")
-    norm_eps: float = option(1e-6, "of the norm of all streams")
+    output_scale: float | None = option(None, "initial mean of H_post; None: given by `start`")
+    scale_init: float | None = option(None, "initial input scales a; None: given by `start` (DeepSeek: 0.01)")
+    eps: float = option(0.0, "eps in H_pre and Sinkhorn (DeepSeek: 1e-6)")
+    norm_eps: float = option(1e-6, "eps of the norm over all streams")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_range("streams", self.streams, 2, MOST_STREAMS, remedy="One stream is the mechanism 'residual'")
@@ -68,7 +68,7 @@ class ManifoldConfig(MixerConfig):
 
     @property
     def transition_size(self) -> int:
-        """Numbers from which a transition is made."""
+        """The number of logits of a transition."""
         return self.streams**2 if self.transition == "full" else 0
 
 
@@ -84,8 +84,8 @@ class ManifoldHyperConnections(StreamMixer):
 
     State: H [m, D], m copies of the embedding at first. Start "lite", the default: biases give each site a stream that
     it reads and writes most, so the streams differ from the first write on. Start "prenorm": H_pre = 1/m, H_post = 1
-    and a = 0, so M is 1 and the streams stay equal until the gradient of a, then that of P, parts them. Start "parted":
-    H_post differs between streams and has the mean 1, so M is 1 with streams that differ.
+    and a = 0, so M is 1 and the streams stay equal until the gradients of a and then of P separate them. Start
+    "parted": H_post differs between streams with mean 1, so M is 1 although the streams differ.
     """
 
     Config: ClassVar[type[MixerConfig]] = ManifoldConfig
@@ -127,7 +127,7 @@ class ManifoldHyperConnections(StreamMixer):
 
     @classmethod
     def coefficient_flops(cls, m: int, dim: int, gates: int, rest: int = 0) -> int:
-        """Of a z + b for so many gates of m streams and `rest` more numbers, and of the gates' sigmoids."""
+        """FLOPs of a z + b for `gates` gates of m streams and `rest` more numbers, and of the gates' sigmoids."""
         rows = gates * m + rest
         return arithmetic.normed_linear(m * dim, rows, bias=False) + 2 * rows + 2 * gates * m
 
@@ -162,7 +162,7 @@ class ManifoldHyperConnections(StreamMixer):
                     part.copy_(torch.tensor(start, dtype=part.dtype))
 
     def bias_starts(self) -> list[list[float]]:
-        """For each part that exists, in its order."""
+        """Initial biases of each part that exists, in order."""
         config, site, m = self.config, self.site, self.config.streams
         if site.is_out:
             return [[logit(1 / m)] * m]

@@ -27,27 +27,27 @@ class LiteConfig(MixerConfig):
     starts: ClassVar = frozenset({"start", "output_scale"})
 
     streams: int = option(4, "number of streams m, 2 to 5")
-    readout: Readout = option("mean", "what the head reads of the streams; learned: DeepSeek's head")
-    transition: Literal["full", "identity"] = option("full", "identity: streams are not mixed")
+    readout: Readout = option("mean", "combination of the streams that the head reads; learned: DeepSeek's head")
+    transition: Literal["full", "identity"] = option("full", "mixing of the streams; identity: none")
     start: Literal["prenorm", "parted", "scaled", "lite", "hyper", "megatron", "paper"] = option(
-        "lite", "how parameters start; prenorm, hyper, parted keep PreNorm; parted: streams differ (for retrofits)"
+        "lite", "initialisation; prenorm, hyper, parted keep PreNorm; parted: streams differ (for retrofits)"
     )
-    output_scale: float | None = option(None, "mean of H_post at the start; None: that of `start`")
-    norm_eps: float = option(1e-6, "of the norm of all streams")
+    output_scale: float | None = option(None, "initial mean of H_post; None: given by `start`")
+    norm_eps: float = option(1e-6, "eps of the norm over all streams")
 
     def check(self, *, dim: int, depth: int) -> None:
-        check_range("streams", self.streams, 2, 5, remedy="There are m! permutations; for more streams take 'mhc'")
+        check_range("streams", self.streams, 2, 5, remedy="There are m! permutations; for more streams use 'mhc'")
         check_positive("norm_eps", self.norm_eps)
         check_output_scale(self, WIDEST)
 
     def canonical(self, *, dim: int, depth: int) -> dict[str, Any]:
-        found = super().canonical(dim=dim, depth=depth)
-        return {**found, "start": "paper" if self.start == "lite" else self.start}  # its name in 0.1.0
+        options = super().canonical(dim=dim, depth=depth)
+        return {**options, "start": "paper" if self.start == "lite" else self.start}  # its name in 0.1.0
 
     def function(self, *, dim: int, depth: int) -> dict[str, Any]:
-        """The rows of `projection` tell the transition: state dicts from before that option load."""
-        found = super().function(dim=dim, depth=depth)
-        return {name: value for name, value in found.items() if name != "transition"}
+        """Without `transition`, which follows from the rows of `projection`: older state dicts still load."""
+        options = super().function(dim=dim, depth=depth)
+        return {name: value for name, value in options.items() if name != "transition"}
 
     @property
     def transition_size(self) -> int:
@@ -63,7 +63,7 @@ class LiteConfig(MixerConfig):
 
 
 class LiteHyperConnections(ManifoldHyperConnections):
-    """mHC-lite (arXiv 2601.05732): as mHC, but for the transition, which is applied as it stands.
+    """mHC-lite (arXiv 2601.05732): like mHC except for the transition, which is applied without transposing.
 
     (1) z = P u, in parts pre, post, res
     (2) H_pre = σ(a z + b)
@@ -72,7 +72,7 @@ class LiteHyperConnections(ManifoldHyperConnections):
     (h) h_l = Σ_j H_pre[j] H[j]
     (H) H[i] ← Σ_j H_res[i, j] H[j] + H_post[i] v_l
 
-    State: H [m, D]. Starts as mHC does; "lite" is this paper's.
+    State: H [m, D]. The starts are those of mHC; "lite" is this paper's.
     """
 
     Config = LiteConfig
@@ -108,17 +108,17 @@ class LiteHyperConnections(ManifoldHyperConnections):
 
 
 def permute_rows(parameter: Tensor, streams: int) -> Tensor:
-    """A `projection` or `bias` with its rows of the transition in the authors' order; the same call converts back.
+    """A `projection` or `bias` with the transition's rows in the authors' order; the same call converts back.
 
-    The authors number the permutations alike but apply the transposed matrices: their row of π is ours of π⁻¹.
-    The m! rows of the transition are the last ones; rows before them stay where they are.
+    The authors number the permutations in the same way but apply the transposed matrices: their row of π is our row
+    of π⁻¹. The m! rows of the transition are the last ones; the rows before them are unchanged.
     """
     orders = list(itertools.permutations(range(streams)))
     before = len(parameter) - len(orders)
     if before < 0:
         raise ValueError(
             f"a parameter of {len(parameter)} rows with streams={streams}; expected at least {len(orders)} rows, one "
-            f"for each permutation. Transpose the authors' weight: it is [m·D, m!] there"
+            f"for each permutation. Transpose the authors' weight, which is [m·D, m!]"
         )
     inverses = [orders.index(tuple(order.index(stream) for stream in range(streams))) for order in orders]
     return parameter[[*range(before), *(before + row for row in inverses)]]

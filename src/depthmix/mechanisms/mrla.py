@@ -1,4 +1,4 @@
-"""MRLA: layer attention beside the residual, made causal and local to a token.
+"""MRLA: layer attention added to the residual, in a form that is causal and local to a token.
 
 Axes: ... any leading shape, D channel, H head, S source.
 """
@@ -21,9 +21,9 @@ from depthmix.support.checks import check_divides, check_positive
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAttentionConfig(MixerConfig):
-    form: Literal["light", "base"] = option("light", "light: gated recurrence; base: softmax over all outputs")
-    head_dim: int | None = option(None, "channels of a head; None: gcd(dim, 32)")
-    eps: float = option(1e-6, "of the norm under queries and keys")
+    form: Literal["light", "base"] = option("light", "form; light: gated recurrence; base: softmax over all outputs")
+    head_dim: int | None = option(None, "number of channels per head; None: gcd(dim, 32)")
+    eps: float = option(1e-6, "eps of the norm of queries and keys")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_positive("eps", self.eps)
@@ -38,7 +38,7 @@ class LayerAttentionConfig(MixerConfig):
 
 
 class LightCoeff(NamedTuple):
-    gamma: Tensor | None  # [D]; None: the read of the embedding alone
+    gamma: Tensor | None  # [D]; None: reads only the embedding
     embedding: Tensor | None  # a_0 [..., D], at the first site
     decay: Tensor | None  # [D]
     gate: Tensor | None  # a_l [..., D]
@@ -59,14 +59,14 @@ class LayerAttention(DepthMixer):
     (3) x ← x + v_l
     (4) h_l = x + γ_l ⊙ o
 
-    State: the residual x and the attention o, both [D]; before sublayer 1 the embedding alone. γ starts at 0: the
+    State: the residual x and the attention o, both [D]; before sublayer 1 only the embedding. γ starts at 0: the
     plain residual.
     """
 
     Config = LayerAttentionConfig
     paper = "arXiv 2302.03985"
-    holds = "x, o"
-    rank_formula = "2 a channel"
+    holds = "stream, attention"
+    rank_formula = "2 per channel"
     parameters_formula = "(4L+2)·D"
     variants = ({}, {"head_dim": 2}, {"form": "base"}, {"form": "base", "head_dim": 4})
 
@@ -87,7 +87,7 @@ class LayerAttention(DepthMixer):
 
     @classmethod
     def gate_flops(cls, config: Any, dim: int) -> int:
-        """Of the gate of one source: the norm, its weighted square in each head, scale and sigmoid."""
+        """FLOPs of the gate of one source: the norm, its weighted square in each head, scale and sigmoid."""
         return arithmetic.rms_norm(dim) + 3 * dim + 2 * dim // int(config.width(dim))
 
     gamma: Tensor | None
@@ -129,7 +129,7 @@ class LayerAttention(DepthMixer):
         return StateSpec(((site.dim,),) * count, essential=count, sealed=0)
 
     def head_gate(self, v: Tensor, q_weight: Tensor | None, k_weight: Tensor | None) -> Tensor:
-        """[..., H]."""
+        """The gates [..., H]."""
         assert q_weight is not None
         assert k_weight is not None
         weight = ops.wide(q_weight) * ops.wide(k_weight)
@@ -159,13 +159,13 @@ class LayerAttention(DepthMixer):
         return x + v, ops.weighted_sum([o, v], [kept, c.gate])  # (3) (2)
 
     def held(self, state: State, c: Coeff) -> tuple[Tensor, Tensor, Tensor]:
-        """x, o and what is kept of o; the embedding waits for its gate until the first write."""
+        """x, o and the decay of o; at the first write the embedding gets its gate."""
         if c.embedding is None:
             return *state, c.decay
         return state[0], state[0], c.decay * c.embedding
 
     def write(self, state: State, carry: Any, y: Tensor) -> State:
-        """As `value` and `update`, with one number a head where a trace has a gate for each channel."""
+        """The same as `value` and `update`, with one gate per head (a trace needs one per channel)."""
         y = self.checked_output(state, y)
         x, *rest = self.held(state, carry)
         gate = self.head_gate(y, self.q_weight, self.k_weight).unsqueeze(-1)
@@ -180,11 +180,11 @@ class BaseLayerAttention(LayerAttention):
     (2) α = softmax_s(⟨wq_l ⊙ u_{l−1}, k_s⟩ / √d_h) per head
     (3) h_l = Σ_s v_s + γ_l ⊙ Σ_s α_s v_s
 
-    State: every source with its key, v_0, k_0, v_1, k_1, …; before sublayer 1 the embedding alone.
+    State: every source with its key, v_0, k_0, v_1, k_1, …; before sublayer 1 only the embedding.
     """
 
-    holds = "all outputs, keys"
-    rank_formula = "⌊(L+2)/2⌋ a channel"
+    holds = "all outputs and their keys"
+    rank_formula = "⌊(L+2)/2⌋ per channel"
     parameters_formula = "(3L+1)·D"
 
     @classmethod
@@ -201,7 +201,7 @@ class BaseLayerAttention(LayerAttention):
 
     @classmethod
     def row_flops(cls, config: Any, dim: int, sources: int) -> int:
-        """Of one read: the query, its scores and softmax per head, the mixture, γ, and the plain sum."""
+        """FLOPs of one read: the query, its scores and softmax per head, the mixture, γ, and the plain sum."""
         heads = dim // int(config.width(dim))
         weights = 2 * dim * sources + heads * arithmetic.softmax(sources)
         query = arithmetic.rms_norm(dim) + 2 * dim

@@ -1,4 +1,4 @@
-"""Which parameters of a stack take weight decay, and which may go to Muon."""
+"""Which parameters of a stack have weight decay, and which may be trained with Muon."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from depthmix.mechanisms.stack import DepthStack
 
 
 def param_groups(stack: DepthStack, *, weight_decay: float = 0.1) -> list[dict[str, Any]]:
-    """Optimiser groups of a stack's parameters, as `torch.optim` takes them.
+    """Parameter groups of a stack for `torch.optim`.
 
-    Queries, key and norm weights, scales, biases and learned coefficients take no weight decay; projections that make
-    gates, keys or queries out of the stream do. Each group also says under "muon" whether its parameters may go to
+    Queries, key and norm weights, scales, biases and learned coefficients have no weight decay; projections of the
+    stream to gates, keys or queries do. The entry "muon" of each group says whether its parameters may be trained with
     Muon: a query of shape [1, D] is a matrix by shape only.
     """
     if not isinstance(stack, DepthStack):
         raise TypeError(
-            f"param_groups got a {type(stack).__name__}; expected its DepthStack: "
-            "the groups hold the mixers' parameters and no others"
+            f"param_groups got a {type(stack).__name__}; expected a DepthStack: "
+            "the groups contain only the mixers' parameters"
         )
     groups: dict[tuple[bool, bool], dict[str, Any]] = {}
     for prefix, mixer in stack.named_modules():

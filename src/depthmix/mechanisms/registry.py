@@ -1,4 +1,4 @@
-"""Names of mechanisms and where they live. Nothing is imported before it is asked for."""
+"""Names of mechanisms and the modules that define them, each imported only when it is used."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ KV: dict[str, str] = {
 }
 
 
-HOME = {  # what a kind is, and where a mechanism of it goes
+HOME = {  # what a kind is, and where to use a mechanism of this kind
     "depth": (
         "a depth mechanism: it decides what each sublayer reads",
-        "Give it to DecoderConfig(mixer={0!r}), or to DepthStack({0!r}, dim=…, depth=…) in a model of your own",
+        "Use DecoderConfig(mixer={0!r}), or DepthStack({0!r}, dim=…, depth=…) in your own model",
     ),
     "kv": (
         "a KV mechanism: it mixes values inside attention",
-        "Give it to DecoderConfig(kv_mixer={0!r}), to `depthmix train --mixer {0}`, or to "
-        "KVStack({0!r}, head_dim=…, depth=…) in an attention of your own",
+        "Use DecoderConfig(kv_mixer={0!r}), `depthmix train --mixer {0}`, or "
+        "KVStack({0!r}, head_dim=…, depth=…) in your own attention",
     ),
 }
 
 
 class PluginError(ValueError):
-    """A mechanism of another package cannot be used; the message names both and the reason."""
+    """A mechanism of another package cannot be used; the message names the mechanism, the package and the reason."""
 
 
 def installed() -> dict[str, EntryPoint]:
-    """Mechanisms that other packages offer through the entry-point group `depthmix.mechanisms`."""
+    """Mechanisms that other packages provide through the entry-point group `depthmix.mechanisms`."""
     return {point.name: point for point in entry_points(group=ENTRY_POINTS) if point.name not in DEPTH | KV}
 
 
 def list_mechanisms(kind: MechanismKind = "depth") -> list[str]:
-    """Names that `DepthStack` (kind "depth") or `KVStack` (kind "kv") takes, sorted."""
+    """The names that `DepthStack` (kind "depth") or `KVStack` (kind "kv") accepts, sorted."""
     names, broken = survey(kind)
     for error in broken.values():
         warnings.warn(str(error), stacklevel=2)
@@ -69,7 +69,7 @@ def list_mechanisms(kind: MechanismKind = "depth") -> list[str]:
 
 
 def survey(kind: MechanismKind) -> tuple[list[str], dict[str, PluginError]]:
-    """Names of a kind, sorted, and the plug-ins of either kind that cannot be loaded."""
+    """The names of one kind, sorted, and the plug-ins of either kind that cannot be loaded."""
     if kind not in HOME:
         raise ValueError(f"kind={kind!r}; expected 'depth' or 'kv'")
     names, broken = [*(DEPTH if kind == "depth" else KV)], {}
@@ -83,23 +83,23 @@ def survey(kind: MechanismKind) -> tuple[list[str], dict[str, PluginError]]:
 
 
 def mechanism(name: str) -> type[DepthMixer]:
-    """The class behind a name of kind "depth"."""
+    """The class of a mechanism of kind "depth", by name."""
     return find(name, "depth")
 
 
 def kv_mechanism(name: str) -> type[KVMixer]:
-    """The class behind a name of kind "kv"."""
+    """The class of a mechanism of kind "kv", by name."""
     return find(name, "kv")
 
 
 def name_of(cls: type) -> str:
-    """The name of a class: the registered one, if it has one."""
+    """The registered name of a class, or its own name if it is not registered."""
     where = f"{cls.__module__}:{cls.__qualname__}"
     return next((name for name, target in (DEPTH | KV).items() if target == where), cls.__name__)
 
 
 def is_kv(name: str) -> bool:
-    """Whether a name is that of a KV mechanism; False where nobody offers it."""
+    """Whether a name is that of a KV mechanism; False for an unknown name."""
     cls = lookup(name)
     return cls is not None and kind_of(cls) == "kv"
 
@@ -121,7 +121,7 @@ def find(name: str, kind: MechanismKind) -> type:
 
 
 def lookup(name: str) -> type | None:
-    """The class behind a name of either kind; None where nobody offers it."""
+    """The class of a mechanism of either kind, by name; None for an unknown name."""
     if target := DEPTH.get(name) or KV.get(name):
         module, _, attribute = target.partition(":")
         cls: type = getattr(importlib.import_module(module), attribute)
@@ -135,7 +135,7 @@ def kind_of(cls: type) -> MechanismKind:
 
 
 def load(point: EntryPoint) -> type:
-    """The class that another package offers."""
+    """The class that another package provides."""
     try:
         cls = point.load()
     except (Exception, SystemExit) as error:
@@ -153,9 +153,9 @@ def describe(point: EntryPoint) -> str:
 
 @contextmanager
 def naming_plugin(name: str, passing: type[Exception] = PluginError) -> Iterator[None]:
-    """Inside, what the mechanism of another package raises becomes a `PluginError` that names it.
+    """Turn errors raised inside by another package's mechanism into a `PluginError` that names it.
 
-    Errors of depthmix's own mechanisms, and those of the type `passing`, are raised as they are.
+    Errors of depthmix's own mechanisms, and those of the type `passing`, are raised unchanged.
     """
     try:
         yield

@@ -19,7 +19,7 @@ class Residual(DepthMixer):
     """
 
     paper = "arXiv 1512.03385"
-    holds = "x"
+    holds = "1 stream"
     rank_formula = "1"
     parameters_formula = "0"
 

@@ -15,14 +15,14 @@ from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site
 class ScaledResidualConfig(MixerConfig):
     starts: ClassVar = frozenset({"init"})
 
-    gate: Literal["scalar", "channel"] = option("scalar", "one scale a sublayer (ReZero) or one a channel (LayerScale)")
-    init: float | None = option(None, "start of every scale; None: 0, or LayerScale's table by depth")
+    gate: Literal["scalar", "channel"] = option("scalar", "one scale per sublayer (ReZero) or per channel (LayerScale)")
+    init: float | None = option(None, "initial value of every scale; None: 0, or LayerScale's table by depth")
 
     def resolved(self, *, dim: int, depth: int) -> dict[str, Any]:
         return {**super().resolved(dim=dim, depth=depth), "init": self.start(depth)}
 
     def start(self, depth: int) -> float:
-        """0 for ReZero; LayerScale's table over the number of Transformer blocks."""
+        """0 for ReZero; for LayerScale its table by the number of Transformer blocks."""
         if self.init is not None or self.gate == "scalar":
             return self.init or 0.0
         blocks = (depth + 1) // 2
@@ -41,7 +41,7 @@ class ScaledResidual(DepthMixer):
 
     Config = ScaledResidualConfig
     paper = "arXiv 2003.04887, 2103.17239"
-    holds = "x"
+    holds = "1 stream"
     rank_formula = "1"
     parameters_formula = "L or L·D"
     variants = ({}, {"gate": "channel"}, {"init": 1.0})

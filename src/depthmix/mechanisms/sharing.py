@@ -1,4 +1,4 @@
-"""Mixers that share their parameters over the executions of one sublayer: a loop can then run more often."""
+"""Mixers that share parameters across the executions of a sublayer, so that a loop can run any number of times."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 from torch import nn
 
-FIRST = "first"  # the name of execution 0 where its sublayer runs again with other parameters
+FIRST = "first"  # the name of execution 0 if later executions of its sublayer have other parameters
 
 
 def share_parameters(name: str, mixers: Sequence[nn.Module], order: Sequence[int]) -> list[str]:
     """Let all executions of a sublayer use the parameters of its first one, and name each by its sublayer.
 
-    They share the dictionaries themselves, not only what is in them: whatever replaces a parameter (a cast, FSDP2,
+    They share the parameter dictionaries, not only the entries: whatever replaces a parameter (a cast, FSDP2,
     torch.func, loading by assignment) replaces it for all. `order` is the sublayer of each execution.
 
-    Execution 0 reads the embedding alone. Where it therefore has other parameters than the later executions of its
+    Execution 0 reads only the embedding. If its parameters therefore differ from those of later executions of its
     sublayer, it keeps its own, under the name "first".
     """
     names = [str(sublayer) for sublayer in order]
@@ -27,9 +27,9 @@ def share_parameters(name: str, mixers: Sequence[nn.Module], order: Sequence[int
         owner = mixers[owners.setdefault(key, i)]
         if layout(owner) != layout(mixer):
             raise ValueError(
-                f"{name}: the mixers of sublayer {key} cannot be shared, they have {describe(owner)} at execution "
-                f"{owners[key]} and {describe(mixer)} at execution {i}. What depends on the number of sources needs a "
-                "mixer for each execution: leave share_mixers (or order) out, or choose other options"
+                f"{name}: the mixers of sublayer {key} cannot be shared: they have {describe(owner)} at execution "
+                f"{owners[key]} and {describe(mixer)} at execution {i}. Parameters that depend on the number of "
+                "sources need a mixer for each execution: do not set share_mixers (or order), or choose other options"
             )
         for part in ("_parameters", "_buffers", "_modules"):
             mixer.__dict__[part] = owner.__dict__[part]

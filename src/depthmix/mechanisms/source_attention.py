@@ -1,4 +1,4 @@
-"""Weights over a list of sources, and their mixture: what the AttnRes family shares.
+"""Weights over a list of sources and their mixture: the shared part of the AttnRes family.
 
 Axes: ... any leading shape, D channel, H head, S source.
 """
@@ -32,33 +32,33 @@ from depthmix.support.checks import check_divides, check_positive, check_range
 
 @dataclass(frozen=True, kw_only=True)
 class SourceAttentionConfig(MixerConfig):
-    """How weights of sources are made; shared by the AttnRes family."""
+    """Options for the weights of sources; shared by the AttnRes family."""
 
     starts: ClassVar = frozenset({"query_init"})
     functions: ClassVar = frozenset({"kernel", "score"})
 
-    query: Literal["static", "input"] = option("static", "a learned vector, or a projection (see query_from)")
+    query: Literal["static", "input"] = option("static", "query: a learned vector, or a projection (see query_from)")
     query_from: Literal["newest", "read", "sum"] = option(
-        "newest", "what query='input' projects: the newest source, what was read last, or the sum of all sources"
+        "newest", "input that query='input' projects: the newest source, the previous read, or the sum of all sources"
     )
-    query_init: float = option(0.0, "standard deviation of queries (or their projections) at the start")
+    query_init: float = option(0.0, "initial standard deviation of queries (or of their projections)")
     mixing: Literal["softmax", "sigmoid", "static", "linear"] = option(
-        "softmax", "scores to weights; static: learned scalars; linear: a kernel"
+        "softmax", "function from scores to weights; static: learned scalars; linear: a kernel"
     )
-    key_norm: bool = option(True, "RMSNorm on keys")
-    heads: int = option(1, "groups of channels with weights of their own")
-    scale: float = option(1.0, "of the scores")
-    kernel: str = option(ELU1, "feature map of mixing='linear': elu1, or your own as package.module:function")
-    score: str | None = option(None, "your own score(query, key), as package.module:function; None: their dot product")
-    eps: float = option(1e-6, "of the key norm")
+    key_norm: bool = option(True, "RMSNorm of the keys")
+    heads: int = option(1, "number of heads: channel groups with separate weights")
+    scale: float = option(1.0, "multiplier of the scores")
+    kernel: str = option(ELU1, "feature map of mixing='linear': elu1, or your own function as package.module:function")
+    score: str | None = option(None, "score(query, key) as package.module:function; None: the dot product")
+    eps: float = option(1e-6, "eps of the key norm")
 
     def check(self, *, dim: int, depth: int) -> None:
         check_divides("heads", self.heads, dim)
         check_positive("eps", self.eps)
         if self.mixing == "static" and (self.query == "input" or not self.key_norm):
             raise ValueError(
-                f"mixing='static' with query={self.query!r} and key_norm={self.key_norm}; learned scalars have neither "
-                "query nor key: leave both at their defaults"
+                f"mixing='static' with query={self.query!r} and key_norm={self.key_norm}; learned scalars have no "
+                "query and no key: leave both at their defaults"
             )
         if self.scale != 1 and self.mixing not in ("softmax", "sigmoid"):
             raise ValueError(f"scale={self.scale} with mixing={self.mixing!r}; only softmax and sigmoid have logits")
@@ -68,15 +68,17 @@ class SourceAttentionConfig(MixerConfig):
     def check_query(self) -> None:
         check_range("query_init", self.query_init, 0)
         if self.query_init and self.mixing == "static":
-            raise ValueError(f"query_init={self.query_init} with mixing='static', which has no query: leave it out")
+            raise ValueError(
+                f"query_init={self.query_init} with mixing='static', which has no query: do not set query_init"
+            )
         if self.query_from != "newest" and self.query != "input":
             raise ValueError(
-                f"query_from={self.query_from!r} with query={self.query!r}; expected query='input': a static query is "
-                "projected from nothing"
+                f"query_from={self.query_from!r} with query={self.query!r}; expected query='input': a static query "
+                "has no input"
             )
 
     def check_functions(self, dim: int) -> None:
-        """Imports functions of one's own and tries them, so that a wrong one is named before anything runs."""
+        """Import user-defined functions and try them, so that errors are reported before anything runs."""
         if self.kernel != ELU1 and self.mixing != "linear":
             raise ValueError(f"kernel={self.kernel!r} with mixing={self.mixing!r}; expected mixing='linear'")
         if self.score is not None and self.mixing not in ("softmax", "sigmoid"):
@@ -86,7 +88,7 @@ class SourceAttentionConfig(MixerConfig):
 
     @property
     def carries_read(self) -> bool:
-        """Whether what a site read travels to the next one, behind the sources."""
+        """Whether the state passes each site's read on to the next site, after the sources."""
         return self.query == "input" and self.query_from == "read"
 
     @property
@@ -98,7 +100,7 @@ class SourceAttentionConfig(MixerConfig):
         return False
 
     def parameters(self, dim: int, sources: int) -> int:
-        """Of one site that reads this many sources."""
+        """Number of parameters of one site that reads this many sources."""
         if self.mixing == "static":
             return self.heads * sources
         return (dim if self.query == "static" else dim * dim) + dim * self.has_key_weight
@@ -110,13 +112,13 @@ class SourceAttentionConfig(MixerConfig):
         return "exact" if self.counts_sources else "up to scale"
 
     def rank(self, dim: int, generic: int, extra: int = 0) -> int:
-        """Static queries over linear keys factor through the features of a head."""
+        """Rank of M: static queries over linear keys factor through the features of a head."""
         factors = self.mixing == "linear" and self.query == "static"
         return min(generic, count_features(self.kernel, dim // self.heads) + extra) if factors else generic
 
     @property
     def single_softmax(self) -> bool:
-        """Whether a read is one softmax under a query known in advance: what `ops.read_one` computes."""
+        """Whether a read is a single softmax with a query known in advance, which `ops.read_one` computes."""
         return self.query == "static" and self.mixing == "softmax" and self.heads == 1 and self.score is None
 
     @property
@@ -124,19 +126,19 @@ class SourceAttentionConfig(MixerConfig):
         return ops.ReadOptions(self.key_norm, self.eps, self.scale)
 
     def attend_flops(self, dim: int, sources: int, queries: int = 1, prior: int = 0) -> int:
-        """Of one pass in which so many queries attend over sources, each with `prior` mixtures of known logits too."""
+        """FLOPs of one pass in which `queries` queries attend over sources, each also over `prior` earlier results."""
         joined, normed = sources + prior, sources * self.key_norm
         norms, logits = normed * arithmetic.inverse_rms(dim), sources * (2 * dim + self.heads)  # dot product, scale
         if self.score is None:
             logits += normed * self.heads  # times 1/rms
-        else:  # keys are made, times γ
+        else:  # keys are materialised, times γ
             norms += normed * 2 * dim
         weights = self.heads * (joined if self.mixing == "sigmoid" else arithmetic.softmax(joined))
         return norms + queries * (logits + weights + arithmetic.mixture(joined, dim))
 
     def read_flops(self, dim: int, sources: int) -> int:
-        """Of one read over this many sources, at least 2. A score of one's own counts as the dot product, a kernel of
-        one's own as one operation for each number."""
+        """FLOPs of one read over this many sources, at least 2. A user-defined score counts as the dot product, a
+        user-defined kernel as one operation per number."""
         if self.mixing == "static":
             return arithmetic.mixture(sources, dim)
         flops = dim if self.counts_sources else 0
@@ -152,31 +154,31 @@ class SourceAttentionConfig(MixerConfig):
         return flops + features * (self.query == "input") + sources * key + arithmetic.mixture(sources, dim)
 
     def carried_flops(self, dim: int, sources: Iterable[int]) -> int:
-        """Of what rows over this many sources hand on as read last: the write makes it once more."""
+        """FLOPs of the reads that rows over this many sources pass on: the write computes them once more."""
         return sum(arithmetic.mixture(n, dim) for n in sources) if self.carries_read else 0
 
     def direct_reads(self, sources: Sequence[int]) -> int:
-        """Widths that rows over this many sources read as keys and as values, the embedding not counted.
+        """Widths that rows over this many sources read as keys and as values, without the embedding.
 
-        A query's own input is one of the keys; the sum reads all sources once more, what was read last is one tensor.
+        A query's own input is one of the keys; the sum reads all sources once more, the previous read is one tensor.
         """
         passes = 1 if self.mixing == "static" else 3 if self.query_from == "sum" else 2
         return sum(n - 1 for n in sources) * passes + self.carried_reads(len(sources))
 
     def carried_reads(self, rows: int) -> int:
-        """Widths of what was read last, over the first `rows` sites: written by each but the first, then read."""
+        """Widths of the previous reads, over the first `rows` sites: written by each but the first, then read."""
         return max(0, rows - 2) if self.carries_read else 0
 
 
 def check_count(scale_by_count: bool, mixing: str) -> None:
     if scale_by_count and mixing not in ("softmax", "static"):
         raise ValueError(
-            f"scale_by_count=True with mixing={mixing!r}; expected softmax or static, whose weights sum to 1"
+            f"scale_by_count=True with mixing={mixing!r}; expected mixing='softmax' or 'static', whose weights sum to 1"
         )
 
 
 def options_of_family() -> tuple[dict[str, Any], ...]:
-    """The rows of the paper's ablation table, and what else the weights can be."""
+    """The rows of the paper's ablation table, and the other kinds of weights."""
     return (
         {},
         {"query": "input"},
@@ -195,7 +197,7 @@ def options_of_family() -> tuple[dict[str, Any], ...]:
 
 
 class SourceAttention(DepthMixer):
-    """Weights over a list of sources, and the mixture; which sources there are is for subclasses to say."""
+    """Weights over a list of sources, and the mixture; subclasses define the sources."""
 
     query: Tensor | None
     query_proj: Tensor | None
@@ -210,7 +212,7 @@ class SourceAttention(DepthMixer):
     def __init__(self, site: Site, config: Any) -> None:
         super().__init__(site, config)
         attends, dim, heads = self.attends(site), site.dim, config.heads
-        sources = self.expects.essential  # of learned scalars: no read is carried beside them
+        sources = self.expects.essential  # for learned scalars, which carry no read
         static = config.mixing == "static"
         shape = (dim,) if heads == 1 else (heads, dim // heads)
         scalars = (sources,) if heads == 1 else (heads, sources)
@@ -223,11 +225,11 @@ class SourceAttention(DepthMixer):
         self.hands_on_read = not site.is_out and self.holds_read(dataclasses.replace(site, index=site.index + 1))
 
     def holds_read(self, site: Site) -> bool:
-        """Whether the state before `site` ends with what was read last; at site 1 that is the embedding itself."""
+        """Whether the state before `site` ends with the previous read; at site 1 that is the embedding itself."""
         return bool(self.config.carries_read and site.index > 1 and self.attends(site))
 
     def spec_of(self, site: Site, sources: int, sealed: int) -> StateSpec:
-        """Of so many sources, and what was read last behind them."""
+        """Specification of a state with this many sources, followed by the previous read."""
         count = sources + self.holds_read(site)
         return StateSpec(((site.dim,),) * count, essential=count, sealed=sealed)
 
@@ -261,9 +263,9 @@ class SourceAttention(DepthMixer):
             return products / products.sum(-1, keepdim=True)
         if config.score is not None:
             scores = torch.stack([self.score(query.unflatten(-1, heads), k) for k in keys], -1)
-        else:  # (1) γ in the query, 1/rms in the logit: no key is made
-            query = query if self.key_weight is None else query * self.key_weight
-            scores = ops.normed_scores(sources, query.unflatten(-1, heads), config.key_norm, config.eps)
+        else:  # γ in the query, 1/rms in the logit: no key is materialised
+            query = query if self.key_weight is None else query * self.key_weight  # (1)
+            scores = ops.normed_scores(sources, query.unflatten(-1, heads), config.key_norm, config.eps)  # (1)
         scores = config.scale * scores  # (2)
         if config.mixing == "sigmoid":
             return torch.sigmoid(scores)
@@ -271,13 +273,13 @@ class SourceAttention(DepthMixer):
         return weights * len(sources) if config.counts_sources else weights
 
     def query_of(self, state: State) -> Tensor:
-        """w [D], or [..., D] where it depends on the input."""
+        """w [D], or [..., D] if it depends on the input."""
         if self.query_proj is None:
             assert self.query is not None
             return ops.wide(self.query).flatten()
         if self.config.query_from == "sum":
             origin = ops.weighted_sum(state, [None] * len(state))
-        else:  # what was read last stands behind the sources; at site 1 it is the embedding
+        else:  # the previous read follows the sources; at site 1 it is the embedding
             origin = state[0] if self.config.carries_read and not self.has_read else state[-1]
         return ops.linear(ops.rms_norm(origin, self.config.eps), self.query_proj)
 
@@ -288,19 +290,19 @@ class SourceAttention(DepthMixer):
         return state[0] if c is None else ops.weighted_mixture(self.sources_in(state), c)  # (4)
 
     def grow(self, sources: State, v: Tensor) -> State:
-        """The sources once v is written."""
-        raise NotImplementedError("a subclass says which sources there are")
+        """The sources after v is written."""
+        raise NotImplementedError("a subclass must implement `grow`")
 
     def update(self, state: State, c: Coeff, v: Tensor) -> State:
         grown = self.grow(self.sources_in(state), v)
         return (*grown, self.combine(state, c)) if self.hands_on_read else grown
 
     def source_names(self) -> tuple[str, ...]:
-        """Of the sources that this site reads, oldest first; none where a subclass does not name them."""
+        """Names of the sources that this site reads, oldest first; empty if a subclass does not name them."""
         return ()
 
     def source_weights(self, c: Coeff) -> SourceWeights | None:
-        """α as (3) has it, without the factor of `scale_by_count`; sigmoids do not sum to 1."""
+        """α as in (3), without the factor of `scale_by_count`; sigmoids do not sum to 1."""
         names = self.source_names()
         if not names:
             return None

@@ -1,4 +1,4 @@
-"""DepthStack: one mixer for each sublayer and one for the output, beside the sublayers and not inside them."""
+"""DepthStack: one mixer per sublayer and one for the output, kept separate from the sublayers."""
 
 from __future__ import annotations
 
@@ -28,17 +28,18 @@ class DepthStack(Recorded):
         dim: width D of the stream.
         depth: number of sublayers L; attention and MLP count separately.
         kinds: "attn" or "mlp" for each sublayer; by default they alternate, attention first.
-        order: for sublayers that run more than once, the sublayer of each of the `depth` executions: those of one
-            sublayer then share their parameters. By default every execution has its own.
-        options: of the mechanism; `depthmix show NAME` lists them.
+        order: for sublayers that run more than once, the sublayer index of each of the `depth` executions; executions
+            of the same sublayer then share parameters. By default every execution has its own.
+        options: options of the mechanism; `depthmix show NAME` lists them.
 
-    It iterates over the L mixers; `out` is the mixer of the output row. State-dict names are `mixers.{i}.…` and
-    `out.…`, the same in a slice as in the whole; with an `order`, i is the number of the sublayer, and execution 0 is
-    `mixers.first` where its sublayer runs again with other parameters. A state dict also holds the options that decide
-    the function (see `Recorded`), and loads into a stack with the same ones only; `load_converted` is for others.
+    Iterating over it gives the L mixers; `out` is the mixer of the output row. State-dict names are `mixers.{i}.…` and
+    `out.…`, the same in a slice as in the whole stack; with an `order`, i is the index of the sublayer, and execution 0
+    is `mixers.first` if later executions of its sublayer have other parameters. A state dict also holds the options
+    that determine the function (see `Recorded`) and loads only into a stack with the same ones; otherwise use
+    `load_converted`.
 
-    `stack(x, sublayers)` runs a network, `stack.bind(sublayers)` makes a module that does, and a loop of your own runs
-    over `stack.pairs(sublayers)`. All three refuse a wrong number of sublayers; a plain `zip` would drop some of them.
+    `stack(x, sublayers)` runs a network, `stack.bind(sublayers)` makes it a module, and your own loop can use
+    `stack.pairs(sublayers)`. All three reject a wrong number of sublayers; a plain `zip` would drop some of them.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class DepthStack(Recorded):
             if not isinstance(self.facts, Facts):
                 raise TypeError(f"facts returned a {type(self.facts).__name__}; expected a depthmix.Facts")
             *mixers, out = [cls(site, self.config) for site in sites]
-            self.hold(dict(enumerate(mixers)), self.name_mixers(mixers, order))
+            self.register_mixers(dict(enumerate(mixers)), self.name_mixers(mixers, order))
             self.out: DepthMixer | None = out
             if order is not None:
                 count = sum(parameter.numel() for parameter in self.parameters())
@@ -77,15 +78,15 @@ class DepthStack(Recorded):
             self.reset_parameters()
 
     def name_mixers(self, mixers: Sequence[DepthMixer], order: Sequence[int] | None) -> list[str]:
-        """Names of the executions' parameters; those of one sublayer are shared where an order is given."""
+        """Names of the executions' parameters; with an order, executions of the same sublayer share theirs."""
         self.shared = order is not None
         if order is None:
             return [str(i) for i in range(len(mixers))]
         check_order(self.name, order, len(mixers))
         return share_parameters(self.name, mixers, order)
 
-    def hold(self, runs: dict[int, DepthMixer], names: list[str]) -> None:
-        """Keep a mixer for each execution, and register each set of parameters once."""
+    def register_mixers(self, runs: dict[int, DepthMixer], names: list[str]) -> None:
+        """Store a mixer for each execution, and register each set of parameters once."""
         self.runs, self.names = runs, names
         self.mixers = nn.ModuleDict()
         for i, mixer in runs.items():
@@ -93,7 +94,7 @@ class DepthStack(Recorded):
                 self.mixers[names[i]] = mixer
 
     def record(self) -> dict[str, Any]:
-        """Of the whole network, in a slice too; shared parameters serve any number of executions."""
+        """Options of the whole network, in a slice too; shared parameters allow any number of executions."""
         sizes = {"dim": self.dim, "depth": self.depth}
         if self.shared:
             options = self.config.deciding(self.config.canonical(**sizes))
@@ -111,7 +112,7 @@ class DepthStack(Recorded):
             mixer.reset_parameters()  # type: ignore[operator]
 
     def all_mixers(self) -> list[DepthMixer]:
-        """The mixers of the sublayers and, where this part has it, of the output."""
+        """The mixers of the sublayers and, if this part holds it, of the output."""
         return [*self] if self.out is None else [*self, self.out]
 
     def __iter__(self) -> Iterator[DepthMixer]:
@@ -129,25 +130,25 @@ class DepthStack(Recorded):
     def begin(self, x: Tensor) -> State:
         """The state before sublayer 0, from the embedding `[..., dim]`."""
         if self.lo:
-            raise ValueError(f"this slice begins at sublayer {self.lo}; only the one with sublayer 0 takes embeddings")
+            raise ValueError(f"this slice begins at sublayer {self.lo}; call begin on the slice with sublayer 0")
         if not isinstance(x, Tensor) or not x.is_floating_point():
             got = x.dtype if isinstance(x, Tensor) else type(x).__name__
-            raise TypeError(f"begin got {got}; expected a floating tensor [..., {self.dim}]: embed tokens first")
+            raise TypeError(f"begin got {got}; expected a floating-point tensor [..., {self.dim}]: embed tokens first")
         if x.dim() < 1 or x.shape[-1] != self.dim:
             raise ValueError(
                 f"begin got a tensor of shape {list(x.shape)}; expected [..., {self.dim}] (dim={self.dim})"
             )
         home = next((p.device for p in self.parameters()), x.device)
         if x.device != home:
-            raise ValueError(f"begin got a tensor on {x.device}, the stack is on {home}: move one with .to(device)")
+            raise ValueError(
+                f"begin got a tensor on {x.device}, but the stack is on {home}: move one of them with .to(device)"
+            )
         return next(iter(self)).begin(x)
 
     def end(self, state: State) -> Tensor:
-        """What the head reads."""
+        """The tensor that the head reads."""
         if self.out is None:
-            raise ValueError(
-                f"this slice ends before sublayer {self.hi} of {self.depth}; only the last one has an output"
-            )
+            raise ValueError(f"this slice ends before sublayer {self.hi} of {self.depth}; call end on the last slice")
         return self.out.read(state)[0]
 
     def forward(self, x: Tensor, sublayers: Sublayers) -> Tensor:
@@ -159,17 +160,17 @@ class DepthStack(Recorded):
         return self.end(state)
 
     def pairs(self, sublayers: Sublayers) -> list[tuple[DepthMixer, Any]]:
-        """(mixer, sublayer) in their order, for a loop of your own; a wrong number of sublayers is an error.
+        """Pairs (mixer, sublayer) in order, for your own loop; a wrong number of sublayers is an error.
 
         A slice takes its own sublayers: `stack.slice(6, 12).pairs(sublayers[6:12])`.
         """
         if not isinstance(sublayers, (Sequence, nn.ModuleList, nn.Sequential)):
-            raise TypeError(f"sublayers is a {type(sublayers).__name__}; expected {len(self)} of them in a list")
+            raise TypeError(f"sublayers is a {type(sublayers).__name__}; expected a list of {len(self)} sublayers")
         if len(sublayers) != len(self):
             part = "" if len(self) == self.depth else f" of this slice, {self.lo} to {self.hi - 1}"
             raise ValueError(
                 f"got {len(sublayers)} sublayers for {len(self)} mixers; expected {len(self)} sublayers{part}, one for "
-                "each mixer. Attention and MLP count separately, and depth= says how many there are"
+                "each mixer. Attention and MLP count separately, and depth is the number of sublayers"
             )
         return list(zip(self, sublayers, strict=True))
 
@@ -178,13 +179,13 @@ class DepthStack(Recorded):
         return BoundStack(self, sublayers)
 
     def spec(self, index: int) -> StateSpec:
-        """Shapes alive before sublayer `index`, or before the output (`index == depth`)."""
+        """The state's specification before sublayer `index`, or before the output (`index == depth`)."""
         check_range("index", index, 0, self.depth)
         any_mixer = self.all_mixers()[0]
         return any_mixer.spec(dataclasses.replace(any_mixer.site, index=index))
 
     def state_widths(self) -> tuple[float, float]:
-        """Widths D per token of the largest state: at a cut, and in a read with what is derived for later reads."""
+        """Size of the largest state per token, in widths D: at a cut, and between reads with the derived tensors."""
         return state_widths([self.spec(index) for index in range(self.depth + 1)], self.dim)
 
     def slice(self, lo: int, hi: int) -> DepthStack:
@@ -196,7 +197,7 @@ class DepthStack(Recorded):
         part.name, part.registered, part.dim, part.depth = self.name, self.registered, self.dim, self.depth
         part.lo, part.hi, part.shared = lo, hi, self.shared
         part.config, part.facts = self.config, self.facts
-        part.hold({i: copy.copy(self.runs[i]) for i in range(lo, hi)}, self.names)
+        part.register_mixers({i: copy.copy(self.runs[i]) for i in range(lo, hi)}, self.names)
         part.out = copy.copy(self.out) if hi == self.depth else None
         part.bind_mixers()
         part.training = self.training
@@ -211,8 +212,8 @@ class DepthStack(Recorded):
 class BoundStack(nn.Module):
     """A stack and its sublayers as one module: `depth.bind(sublayers)(x)` is `depth(x, sublayers)`.
 
-    It owns both: parameters are `depth.mixers.{i}.…`, `depth.out.…` and `sublayers.{i}.…`. Reach the parts as
-    `bound.depth` and `bound.sublayers`. Assigned to the same model beside it, they would stand in its state dict twice.
+    It owns both: parameters are `depth.mixers.{i}.…`, `depth.out.…` and `sublayers.{i}.…`. The parts are `bound.depth`
+    and `bound.sublayers`. If you also assign them to the same model, they appear in its state dict twice.
     """
 
     def __init__(self, depth: DepthStack, sublayers: Sublayers) -> None:
@@ -220,13 +221,13 @@ class BoundStack(nn.Module):
         if len(depth) != depth.depth:
             raise ValueError(
                 f"bind was called on a slice, sublayers {depth.lo} to {depth.hi - 1} of {depth.depth}; expected the "
-                "whole stack. A slice hands on a state: loop over its pairs(sublayers)"
+                "whole stack. A slice takes and returns a state: loop over its pairs(sublayers)"
             )
         for i, (_, sublayer) in enumerate(depth.pairs(sublayers)):
             if not isinstance(sublayer, nn.Module):
                 raise TypeError(
                     f"sublayer {i} is a {type(sublayer).__name__}; expected an nn.Module, so that its parameters are "
-                    "found. depth(x, sublayers) takes any callable"
+                    "registered. depth(x, sublayers) accepts any callable"
                 )
         self.depth = depth
         self.sublayers = sublayers if isinstance(sublayers, nn.ModuleList) else nn.ModuleList(sublayers)

@@ -1,7 +1,7 @@
-"""Where a mechanism reads, the state that it reads there, and errors for a state or an output that does not fit.
+"""Sites, states and their specifications, and checks that a state or an output fits its site.
 
 Axes: ... any leading shape (batch, token), D channel, M stream. A state is a plain tuple of tensors [..., D] or
-[..., M, D]; it is immutable, local to a token, and all that crosses from one sublayer to the next.
+[..., M, D]; it is immutable, local to a token, and the only thing passed from one sublayer to the next.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ Kind: TypeAlias = Literal["attn", "mlp", "out"]
 
 @dataclass(frozen=True)
 class Site:
-    """A place where a mechanism reads: before sublayer `index` (from 0), or before the head (`index == depth`)."""
+    """A position where a mechanism reads: before sublayer `index` (from 0), or before the head (`index == depth`)."""
 
     index: int
     depth: int
     dim: int
     kind: Kind
-    is_first: bool = dataclasses.field(init=False)  # it can read the embedding only: no read-side parameters
+    is_first: bool = dataclasses.field(init=False)  # reads only the embedding: no read-side parameters
     is_out: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        # Flags and not comparisons in `forward`: a compiler would guard on every layer's own index.
+        # Flags instead of comparisons in `forward`: a compiler would guard on the index of every layer.
         object.__setattr__(self, "is_first", self.index == 0)
         object.__setattr__(self, "is_out", self.index == self.depth)
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What is alive before a site, so that a pipeline can size its buffers and send only what is new.
+    """The tensors of the state before a site, so that a pipeline can size its buffers and send only what is new.
 
-    shapes: trailing dimensions of each tensor, after the leading ones.
-    essential: how many of them (the first ones) are needed; the others can be made again.
-    sealed: how many leading ones never change again.
+    shapes: trailing dimensions of each tensor, after the leading axes.
+    essential: number of tensors (from the first) that are needed; the others can be recomputed.
+    sealed: number of tensors (from the first) that never change again.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -51,26 +51,26 @@ class StateSpec:
     sealed: int
 
     def nbytes(self, dtype: torch.dtype, *, essential: bool = False) -> int:
-        """Bytes per token of all tensors, or of the essential ones alone; derived numbers are float32 at least."""
+        """Bytes per token of all tensors, or of the essential ones only; derived numbers are at least float32."""
         shapes = self.shapes[: self.essential] if essential else self.shapes
         wide = torch.promote_types(dtype, torch.float32)
         return sum(math.prod(shape) * (dtype if shape else wide).itemsize for shape in shapes)
 
 
 def state_widths(specs: Iterable[StateSpec], width: int) -> tuple[float, float]:
-    """The most that a state holds per token, in vectors of `width` numbers: at a cut, where its essential tensors are
-    enough, and between the reads of a network that runs on, with the tensors derived from them."""
-    float32 = torch.float32  # so that every number counts alike
+    """The size of the largest state per token, in vectors of `width` numbers: at a cut (a pipeline or checkpoint
+    boundary), which needs only the essential tensors, and between two reads, with the derived tensors."""
+    float32 = torch.float32  # so that every number counts the same
     sizes = [(spec.nbytes(float32, essential=True), spec.nbytes(float32)) for spec in specs]
     at_cut, in_read = (max(column) / (width * float32.itemsize) for column in zip(*sizes, strict=True))
     return at_cut, in_read
 
 
 class SourceWeights(NamedTuple):
-    """How one read weights a list of sources: what a mechanism says of itself, for traces.
+    """The weights of one read over a list of sources, for traces.
 
-    weights: α [..., H, S] of H groups of channels, in the order of the names; whatever broadcasts to it will do.
-    names: of the sources, oldest first; a source has one name in all rows: "embedding", "output 3", "block 2".
+    weights: α [..., H, S] of H groups of channels, in the order of the names, or any shape that broadcasts to it.
+    names: names of the sources, oldest first, the same in all rows: "embedding", "output 3", "block 2".
     partial: whether the last source is still growing (the running sum of a block).
     """
 
@@ -85,45 +85,45 @@ def output_names(first: int, last: int) -> tuple[str, ...]:
 
 
 def check_state(site: Site, expects: StateSpec, state: State) -> None:
-    """Refuse the state of another site, and tensors that do not belong together: sums would broadcast silently."""
+    """Reject the state of another site and tensors whose shapes differ: sums would broadcast silently."""
     check_length(site, expects, state)
     first, want = state[0], expects.shapes
     lead = first.shape[: max(0, first.dim() - len(want[0]))]
     for i, (tensor, shape) in enumerate(zip(state, want, strict=False)):
-        # A derived number per token, such as a log-sum-exp, is as wide as an accumulator.
+        # A derived number per token, such as a log-sum-exp, has the accumulator's dtype.
         dtype = first.dtype if shape else torch.promote_types(first.dtype, torch.float32)
         if tensor.shape != lead + shape or tensor.dtype != dtype or tensor.device != first.device:
             raise ValueError(
                 f"site {site.index} got a state with tensor {i} {tensor.dtype} of shape {list(tensor.shape)} "
                 f"on {tensor.device}; expected {dtype} of shape {[*lead, *shape]} on {first.device}, "
-                "to go with tensor 0"
+                "to match tensor 0"
             )
 
 
 def check_length(site: Site, expects: StateSpec, state: State) -> None:
     if not isinstance(state, tuple):
         got = type(state).__name__
-        raise TypeError(f"site {site.index} got a {got}; expected a tuple: what `begin` or `write` returned")
+        raise TypeError(f"site {site.index} got a {got}; expected the tuple that `begin` or `write` returned")
     if not expects.essential <= len(state) <= len(expects.shapes):
         raise ValueError(
             f"site {site.index} got a state of {len(state)} tensors; expected {len(expects.shapes)}. "
-            "Sites must be read and written in their order, and `spec` must tell what they hold"
+            "Read and write the sites in order; in your own mechanism, `spec` must match the state"
         )
 
 
 def checked_output(site: Site, expects: StateSpec, state: State, y: Tensor) -> Tensor:
-    """The sublayer's output in the stream's dtype, or an error where it would broadcast."""
+    """The sublayer's output in the stream's dtype, or an error if it would broadcast."""
     check_length(site, expects, state)
     stream = state[0]
     shape = stream.shape[: stream.dim() - len(expects.shapes[0])] + (site.dim,)  # noqa: RUF005
     if not isinstance(y, Tensor):
         raise TypeError(
-            f"sublayer {site.index} returned a {type(y).__name__}; expected a floating tensor of shape "
-            f"{list(shape)}: take it out of what the module returns"
+            f"sublayer {site.index} returned a {type(y).__name__}; expected a floating-point tensor "
+            f"of shape {list(shape)}: select the tensor from what the module returns"
         )
     if y.shape != shape or not y.is_floating_point() or y.device != stream.device:
         raise ValueError(
             f"sublayer {site.index} returned {y.dtype} of shape {list(y.shape)} on {y.device}; "
-            f"expected a floating tensor of shape {list(shape)} on {stream.device}, as it was given"
+            f"expected a floating-point tensor of shape {list(shape)} on {stream.device}, like its input"
         )
     return y.to(stream.dtype)

@@ -1,9 +1,9 @@
-"""How mechanisms with several streams start, by name: what every site reads and writes before anything is learned.
+"""Named initialisations of mechanisms with several streams: what every site reads and writes before training.
 
-A start is given by its coefficients. Hyper-Connections begin with them as they are, mHC and mHC-lite with the biases
-whose gates have these values. The table with sources and M is on docs/mechanisms/mhc.md.
+A start is given by its coefficients. Hyper-Connections use them directly, mHC and mHC-lite the biases whose gates have
+these values. The table with sources and M is in docs/mechanisms/mhc.md.
 
-Axes: m stream; a coefficient list holds one number for each stream.
+Axes: m stream; a list of coefficients has one number per stream.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any, TypeAlias
 from depthmix.mechanisms.options import PreNorm
 from depthmix.support.checks import check_positive
 
-Coefficients: TypeAlias = Callable[[int, int], list[float]]  # by the number of streams and the index of the site
+Coefficients: TypeAlias = Callable[[int, int], list[float]]  # from the number of streams and the index of the site
 
-PARTED = math.tanh(1)  # how far writes of "parted" are from 1: gates of mHC with biases of +2 and -2
-TURN = 15 / 16  # share of the stream in turn in a read of "hyper" where gates allow no 1
-WIDEST = 2.0  # what H_post of mHC stays below
+PARTED = math.tanh(1)  # distance of the writes of "parted" from 1: gates of mHC with biases of +2 and -2
+TURN = 15 / 16  # weight of the site's own stream in a read of "hyper" if gates cannot be 1
+WIDEST = 2.0  # upper bound of H_post of mHC
 MOST_STREAMS = 1024
 
 
 @dataclass(frozen=True)
 class Start:
-    """Coefficients of a fresh site, and how the dynamic part of mHC begins.
+    """Initial coefficients of a site, and the initialisation of the dynamic part of mHC.
 
     read, write: weights of the streams.
-    apart: logit of moving from one stream to another against staying; None: the mechanism's own.
-    scale: of the dynamic part (a).
-    random: projections start random; otherwise at 0.
+    apart: logit of moving from one stream to another, relative to staying; None: the mechanism's own default.
+    scale: scale of the dynamic part (a).
+    random: whether projections start random; otherwise at 0.
     """
 
     read: Coefficients
@@ -62,27 +62,28 @@ def in_turn(m: int, site: int) -> list[float]:
 
 
 def gates(turn: float, others: float, scale: float = 1.0) -> Coefficients:
-    """Sigmoid gates with one bias for the stream in turn and another for the rest."""
+    """Sigmoid gates with one bias for the site's own stream and another for the rest."""
     return lambda m, site: [scale * sigmoid(turn if stream == site % m else others) for stream in range(m)]
 
 
 def parted(m: int, site: int) -> list[float]:
-    """1 ± PARTED, + for half of the streams and - for the other half, 1 for an odd one: their mean is 1.
+    """1 + PARTED for half of the streams and 1 - PARTED for the other half, 1 for an odd one: their mean is 1.
 
-    Stream 0 stays and the others move on by one with each site, as in a tournament where everybody meets everybody, so
-    that m - 1 sites part every pair of streams. After each such round the signs change, so that none stays ahead.
+    Stream 0 is fixed and the others rotate by one with each site, as in a round-robin tournament, so that m - 1 sites
+    give different writes to every pair of streams. After each such round the signs change, so that no stream stays
+    ahead.
     """
     order = [0, *(1 + (stream + site) % (m - 1) for stream in range(m - 1))] if m > 1 else [0]
     sign = -1 if site // max(m - 1, 1) % 2 else 1
-    found = [1.0] * m
+    weights = [1.0] * m
     for ahead, behind in zip(order[: m // 2], order[::-1], strict=False):
-        found[ahead] += sign * PARTED
-        found[behind] -= sign * PARTED
-    return found
+        weights[ahead] += sign * PARTED
+        weights[behind] -= sign * PARTED
+    return weights
 
 
 def scaled(m: int, site: int) -> list[float]:
-    """Equal streams, and the mean of what "lite" writes."""
+    """The same for all streams: the mean of the writes of "lite"."""
     return [sum(STARTS["lite"].write(m, site)) / m] * m
 
 
@@ -95,7 +96,7 @@ STARTS: dict[str, Start] = {
     "megatron": Start(each(0.5), each(1.0), apart=0, scale=0.01),
     "lucidrains": Start(gates(1, 0), each(2 * sigmoid(1)), apart=-1, scale=0.01, random=False),
 }
-STARTS["paper"] = STARTS["lite"]  # what mhc_lite calls it in files of 0.1.0
+STARTS["paper"] = STARTS["lite"]  # its name in files of mhc_lite from 0.1.0
 
 
 def start_of(config: Any) -> Start:
@@ -103,22 +104,22 @@ def start_of(config: Any) -> Start:
 
 
 def written(config: Any, site: int) -> list[float]:
-    """What a site writes to each stream; `output_scale` is the mean over streams where it is given."""
-    found = start_of(config).write(config.streams, site)
+    """The weights with which a site writes to each stream; `output_scale`, if given, is their mean."""
+    weights = start_of(config).write(config.streams, site)
     if config.output_scale is None:
-        return found
-    return [weight * config.output_scale * config.streams / sum(found) for weight in found]
+        return weights
+    return [weight * config.output_scale * config.streams / sum(weights) for weight in weights]
 
 
 def read_gates(config: Any, site: int) -> list[float]:
-    """What a site reads of each stream through gates, which are never 0 or 1."""
-    found = start_of(config).read(config.streams, site)
-    share = TURN if min(found) == 0 else 1.0
-    return [share * weight + (1 - share) / config.streams for weight in found]
+    """The weights with which a site reads each stream through gates, which are never 0 or 1."""
+    weights = start_of(config).read(config.streams, site)
+    share = TURN if min(weights) == 0 else 1.0
+    return [share * weight + (1 - share) / config.streams for weight in weights]
 
 
 def check_output_scale(config: Any, widest: float = math.inf) -> None:
-    """`widest`: what a coefficient must stay below."""
+    """Check `output_scale`; coefficients must stay below `widest`."""
     if config.output_scale is not None:
         check_positive("output_scale", config.output_scale)
         write = start_of(config).write(config.streams, 0)
@@ -131,10 +132,10 @@ def check_output_scale(config: Any, widest: float = math.inf) -> None:
 
 
 def starts_as(config: Any, depth: int) -> PreNorm:
-    """How the rows of M start with readout "mean", where coefficients depend on no activation at first.
+    """Whether the rows of M start as PreNorm with readout "mean", if no initial coefficient depends on activations.
 
-    Where the reads of a site, or all writes, are the same for every stream, the transition (doubly stochastic at first)
-    has no effect: M is the sum of what is read times the mean of what is written.
+    If the reads of a site, or all writes, are the same for every stream, the transition (doubly stochastic at first)
+    has no effect: M is the sum of the read weights times the mean of the write weights.
     """
     reads = [start_of(config).read(config.streams, site) for site in range(1, depth)]
     writes = [written(config, site) for site in range(depth)]

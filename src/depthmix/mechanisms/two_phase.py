@@ -1,13 +1,13 @@
 """The two-phase read of Attention Residuals (arXiv 2603.15031, algorithm 1), exact and for training as well.
 
-Queries are known in advance, so sites are read in groups. Phase 1, at a group's first site: all its queries attend over
-the sources that are finished by then, in one pass. Phase 2, at each site: what phase 1 found joins the few sources that
-came since (the running partial of a block; the group's own outputs) as one more source, by online softmax. The backward
+Queries are known in advance, so sites are read in groups. Phase 1, at a group's first site: all queries of the group
+attend over the sources that are finished by then, in one pass. Phase 2, at each site: the result of phase 1 is merged
+with the few newer sources (the running partial of a block; the group's own outputs) by online softmax. The backward
 pass of phase 1 sums the gradients of all readers into each source at once.
 
-What phase 1 found for later sites travels behind the essential tensors of the state, a mixture and a log-sum-exp for
-each reader, and is used up one by one. Where it was dropped, at a cut, the next read makes it again. Where a kernel
-reads each site on its own for less (`ops.sharing_pays`), nothing is read ahead and nothing travels.
+The results of phase 1 for later sites, a mixture and a log-sum-exp for each reader, follow the essential tensors of the
+state; each reader removes its own. If they were dropped at a cut, the next read computes them again. If a kernel reads
+each site separately at lower cost (`ops.sharing_pays`), there is no phase 1 and the state has no such tensors.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from depthmix.mechanisms.source_attention import SourceAttention
 class TwoPhaseAttention(SourceAttention):
     """A SourceAttention whose sites are read in groups of `group_size`."""
 
-    readers: tuple[TwoPhaseAttention, ...] = ()  # the group's sites from this one on that this stack holds
+    readers: tuple[TwoPhaseAttention, ...] = ()  # this site and the later ones of its group that this stack holds
 
     @classmethod
     def group_size(cls, config: Any, depth: int) -> int:
-        raise NotImplementedError("a subclass says how many sites share phase 1")
+        raise NotImplementedError("a subclass must implement `group_size`")
 
     @classmethod
     def finished(cls, config: Any, site: Site) -> int:
-        """How many sources are complete when the group of `site` begins."""
-        raise NotImplementedError("a subclass says what phase 1 covers")
+        """The number of sources that are complete when the group of `site` begins."""
+        raise NotImplementedError("a subclass must implement `finished`")
 
     @classmethod
     def in_two_phases(cls, config: Any, depth: int) -> bool:
-        """Whether reads share passes: decides what runs, what `spec` tells and what the facts count."""
+        """Whether reads share passes: determines what runs, and the contents of `spec` and of the facts."""
         return bool(config.single_softmax and 1 < cls.group_size(config, depth) < depth)
 
     @classmethod
     def two_phase_flops(cls, config: Any, dim: int, rows: Sequence[int]) -> int:
-        """Of all reads in two phases; `rows` says how many sources each site reads."""
+        """FLOPs of all reads in two phases; `rows` is the number of sources that each site reads."""
         depth, flops = len(rows) - 1, 0
         size = cls.group_size(config, depth)
         for start in range(0, depth + 1, size):
@@ -70,7 +70,7 @@ class TwoPhaseAttention(SourceAttention):
         self.readers = tuple(same)
 
     def with_derived(self, spec: StateSpec, site: Site) -> StateSpec:
-        """`spec` of the essential tensors with what phase 1 left behind them."""
+        """`spec` of the essential tensors, extended by the results of phase 1."""
         size = self.group_size(self.config, site.depth)
         position = site.index % size
         if not self.in_two_phases(self.config, site.depth) or not position or self.finished(self.config, site) <= 1:
@@ -99,7 +99,7 @@ class TwoPhaseAttention(SourceAttention):
         return (h * len(sources) if self.counts_sources else h), waiting
 
     def read_ahead(self, sources: State, derived: State, query: Tensor) -> tuple[Tensor, State]:
-        """Phase 1 where its results are not here yet, then phase 2; what later sites of the group will use."""
+        """Phase 1 if its results are missing, then phase 2. Returns h and the results for later sites of the group."""
         if not derived:
             queries = torch.cat([reader.folded() for reader in self.readers])
             mixed, lse = ops.read_many(sources[: self.settled], queries, options=self.options)

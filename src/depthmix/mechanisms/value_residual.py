@@ -18,20 +18,20 @@ from depthmix.mechanisms.base import Coeff, KVFacts, KVMixer, MixerConfig, Site,
 
 @dataclass(frozen=True, kw_only=True)
 class ValueResidualConfig(MixerConfig):
-    learned: bool = option(True, "the two weights of each layer are learned; False: they stay at their start")
-    own: float = option(0.5, "start of the own value's weight")
-    first: float = option(0.5, "start of the first layer's weight")
+    learned: bool = option(True, "learned weights, two per layer; False: constant")
+    own: float = option(0.5, "initial weight of the layer's own value")
+    first: float = option(0.5, "initial weight of the first layer's value")
 
     def function(self, *, dim: int, depth: int) -> dict[str, Any]:
         return {"learned": True} if self.learned else super().function(dim=dim, depth=depth)
 
 
 class ValueResidual(KVMixer):
-    """Value residual, or ResFormer (arXiv 2410.17897): per layer two scalars.
+    """Value residual, or ResFormer (arXiv 2410.17897): two scalars per layer.
 
     (1) u_l = own_l v_l + first_l v_0
 
-    u_l is what is cached and attended to; v_0 is the raw value of the first attention. The first layer is untouched.
+    u_l is cached and attended to; v_0 is the unmixed value of the first attention. The first layer is unchanged.
 
     State: v_0.
     """

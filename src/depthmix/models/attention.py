@@ -33,7 +33,7 @@ class Attention(nn.Module):
     def forward(
         self, h: Tensor, kv: State, ctx: Context, mixer: KVMixer | None, slot: int
     ) -> tuple[Tensor, State, None]:
-        """`mixer` and `slot` belong to this execution: a looped layer runs with another pair each time."""
+        """`mixer` and `slot` belong to this execution: a looped layer has a different pair in each run."""
         x = self.norm(h)
         q, k, v = (self.heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         q = rotate(self.q_norm(q), ctx.rotation)
@@ -42,7 +42,7 @@ class Attention(nn.Module):
             v, kv = mixer.mix(q, k, v, kv)
         if ctx.cache is not None:
             k, v = ctx.cache.put(slot, k, v)
-        causal = ctx.mask is None and q.shape[2] == k.shape[2]  # one new token sees all columns
+        causal = ctx.mask is None and q.shape[2] == k.shape[2]  # a single new token attends to all columns
         out = nn.functional.scaled_dot_product_attention(
             q, k, v, attn_mask=ctx.mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
         )

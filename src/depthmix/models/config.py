@@ -1,4 +1,4 @@
-"""What a decoder is made of. One flat configuration, with a child for each exchangeable part."""
+"""The configuration of a decoder: one flat dataclass, with a child for each exchangeable part."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from depthmix.support.checks import check_divides, check_fields, check_positive,
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A mechanism by its name, with its options. Written as the name alone, or as {"name": …, option: …}."""
+    """A mechanism by name, with its options. Written as the name alone, or as {"name": …, option: …}."""
 
     name: str
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self) -> None:  # JSON knows lists only
+    def __post_init__(self) -> None:  # JSON has only lists
         plain = {key: tuple(value) if isinstance(value, list) else value for key, value in self.options.items()}
         object.__setattr__(self, "options", plain)
 
@@ -43,20 +43,22 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """A mixture of experts in the place of each MLP."""
+    """A mixture of experts that replaces each MLP."""
 
     experts: int = 64
-    active: int = 8  # experts that a token goes to
-    shared: int = 1  # experts that every token goes to
+    active: int = 8  # experts that a token is routed to
+    shared: int = 1  # experts that every token uses
     hidden: int  # width of one expert
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     balance: Literal["bias", "loss", "none"] = "bias"  # bias: without an auxiliary loss, see `MixtureOfExperts`
-    balance_rate: float = 1e-3  # step of the bias, or weight of the loss
+    balance_rate: float = 1e-3  # step of the bias, or weight of the auxiliary loss
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_range("moe.experts", self.experts, 2, 2**16)
-        check_range("moe.active", self.active, 1, self.experts, remedy="There are that many experts")
+        check_range(
+            "moe.active", self.active, 1, self.experts, remedy="A token cannot use more experts than moe.experts"
+        )
         check_range("moe.shared", self.shared, 0, 2**16)
         check_range("moe.hidden", self.hidden, 1, MOST_DIM)
         check_range("moe.balance_rate", self.balance_rate, 0)
@@ -69,12 +71,12 @@ class LoopConfig:
     first: int
     last: int
     repeats: int
-    share_mixers: bool = False  # one mixer for each sublayer instead of each execution: `repeats` can change later
+    share_mixers: bool = False  # one mixer per sublayer instead of per execution: `repeats` can be changed later
 
     def __post_init__(self) -> None:
         check_fields(self)
         check_range("loop.first", self.first, 0)
-        check_range("loop.last", self.last, self.first + 1, remedy="A loop holds at least one layer")
+        check_range("loop.last", self.last, self.first + 1, remedy="A loop needs at least one layer")
         check_range("loop.repeats", self.repeats, 1)
 
 
@@ -87,14 +89,14 @@ class DecoderConfig:
     layers: int
     heads: int
     hidden: int  # width of an MLP
-    kv_heads: int | None = None  # None: as many as heads
+    kv_heads: int | None = None  # None: equal to heads
     head_dim: int | None = None  # None: dim / heads
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     key_norm: Literal["before_rope", "after_rope"] = "before_rope"
     tie_embeddings: bool = False
     init_std: float = 0.02
-    output_init: float = 1.0  # deviation of the projections that end a sublayer, over init_std
+    output_init: float = 1.0  # standard deviation of the output projections of sublayers, divided by init_std
     moe: MoEConfig | None = None
     loop: LoopConfig | None = None
     mixer: Choice = Choice(name="residual")
@@ -120,14 +122,14 @@ class DecoderConfig:
             check_divides("heads", self.heads, self.dim)
         check_divides("kv_heads", self.num_kv_heads, self.heads, of="the query heads, heads")
         if self.width % 2:
-            raise ValueError(f"head_dim={self.width}; expected an even number: RoPE turns channels in pairs")
+            raise ValueError(f"head_dim={self.width}; expected an even number, since RoPE rotates pairs of channels")
         if self.loop is not None:
             check_range("loop.last", self.loop.last, 1, self.layers, remedy=f"The decoder has {self.layers} layers")
             check_range("loop.repeats", self.loop.repeats, 1, MOST_DEPTH // (2 * self.layers))
         self.mixers()
 
     def mixers(self) -> dict[str, tuple[MixerConfig, dict[str, int]]]:
-        """For each child that is not None, "mixer" and "kv_mixer": its options, and the width and depth that it has."""
+        """For each child "mixer" and "kv_mixer" that is not None: its options, its width and its depth."""
         children = {}
         for child, get in (("mixer", mechanism), ("kv_mixer", kv_mechanism)):
             if (choice := getattr(self, child)) is not None:
@@ -146,12 +148,12 @@ class DecoderConfig:
 
     @property
     def width(self) -> int:
-        """Channels of a head."""
+        """Number of channels of a head."""
         return self.dim // self.heads if self.head_dim is None else self.head_dim
 
     @property
     def layer_order(self) -> tuple[int, ...]:
-        """The layers as they are executed."""
+        """The layers in order of execution."""
         loop = self.loop
         if loop is None:
             return tuple(range(self.layers))
@@ -160,7 +162,7 @@ class DecoderConfig:
 
     @property
     def depth(self) -> int:
-        """Sublayers as they are executed: what a mechanism mixes."""
+        """Number of executed sublayers, which a mechanism mixes."""
         return 2 * len(self.layer_order)
 
     @property
@@ -169,7 +171,7 @@ class DecoderConfig:
 
     @classmethod
     def from_depth(cls, depth: int, **overrides: Any) -> DecoderConfig:
-        """One dial: `depth` sublayers of width 32·depth, heads as `dial_heads` derives them, bytes as tokens."""
+        """A decoder from one number: `depth` sublayers of width 32·depth, heads from `dial_heads`, bytes as tokens."""
         if not isinstance(depth, int) or isinstance(depth, bool) or not 2 <= depth <= MOST_DEPTH or depth % 2:
             raise ValueError(f"depth={depth!r}; expected an even number of sublayers, 2 to {MOST_DEPTH}")
         dim = overrides.get("dim", -(-32 * depth // 64) * 64)
@@ -177,7 +179,7 @@ class DecoderConfig:
         return cls(**{"vocab_size": 256, "layers": depth // 2, **derived, **overrides})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, strings and mappings, as JSON has them."""
+        """The configuration as plain JSON values."""
         fields: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -187,22 +189,22 @@ class DecoderConfig:
         return fields
 
     def saved(self) -> dict[str, Any]:
-        """`to_dict` with every option of the mechanisms: what files hold, so that later defaults do not change it."""
+        """`to_dict` with every option of the mechanisms, as files store it, so that new defaults do not change it."""
         fields = self.to_dict()
         for child, (config, sizes) in self.mixers().items():
             fields[child] = {"name": fields[child]["name"], **config.resolved(**sizes)}
         return fields
 
     def canonical(self) -> dict[str, Any]:
-        """`to_dict` with every option of the mechanisms, equal for equal decoders however these were asked for."""
+        """`to_dict` with every option of the mechanisms, in a form that is the same for equal decoders."""
         fields = self.to_dict()
         for child, (config, sizes) in self.mixers().items():
             fields[child] = {"name": fields[child]["name"], **config.canonical(**sizes)}
         return fields
 
     def fingerprint(self) -> dict[str, Any]:
-        """`canonical` without what has the value that was its default in 0.1.0, whatever it is now, or that computes
-        what was computed then: the digest of a run of that version stays what it was."""
+        """`canonical` without the options whose value was the default in 0.1.0 or computes the same as 0.1.0: the
+        digest of a run of that version does not change."""
         fields = self.canonical()
         if self.loop is not None and not self.loop.share_mixers:
             del fields["loop"]["share_mixers"]
@@ -215,7 +217,7 @@ class DecoderConfig:
 
     @classmethod
     def from_saved(cls, fields: Mapping[str, Any], number: int) -> DecoderConfig:
-        """What a file of format `number` holds; one of format 1 means the defaults of 0.1.0."""
+        """The configuration in a file of format `number`; format 1 implies the defaults of 0.1.0."""
         bare = cls.from_dict({**fields, "mixer": "residual", "kv_mixer": None})
         children: dict[str, Any] = {}
         for child, get in (("mixer", mechanism), ("kv_mixer", kv_mechanism)):
@@ -231,23 +233,23 @@ class DecoderConfig:
     def from_dict(cls, given: Mapping[str, Any]) -> DecoderConfig:
         known = {field.name for field in dataclasses.fields(cls)}
         if extra := sorted(set(given) - known):
-            raise ValueError(f"unknown fields {', '.join(extra)}; expected some of {', '.join(sorted(known))}")
+            raise ValueError(f"unknown fields {', '.join(extra)}. Known: {', '.join(sorted(known))}")
         needed = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
         if missing := sorted(needed - set(given)):
-            raise ValueError(f"fields {', '.join(missing)} are missing")
+            raise ValueError(f"missing fields: {', '.join(missing)}")
         return cls(**given)
 
 
 def dial_heads(dim: int) -> int:
-    """Heads of about 64 channels, below a width of 256 of about 32: with one or two heads the losses of seeds differ
-    several times as much."""
+    """The number of heads: of about 64 channels, or about 32 below a width of 256, since with one or two heads the
+    losses of different seeds differ several times as much."""
     most = max(1, dim // (64 if dim >= 256 else 32))
     return next((heads for heads in range(most, 1, -1) if dim % (2 * heads) == 0), 1)
 
 
 def without_defaults(cls: type[MixerConfig], options: Mapping[str, Any], sizes: dict[str, int]) -> Mapping[str, Any]:
-    """Options without the values that they have anyway. What follows from the sizes then follows from other sizes where
-    these are set, and an option can be set whose default excludes another."""
+    """The options that differ from their defaults. Defaults that depend on the sizes can then follow new sizes, and an
+    option can be set that the default of another one excludes."""
     for name, value in options.items():
         rest = {key: other for key, other in options.items() if key != name}
         try:

@@ -1,6 +1,6 @@
-"""What all sublayers of one forward pass share: positions, the mask, the cache.
+"""The context that all sublayers of a forward pass share: positions, mask and cache.
 
-Axes: B batch, T token, S column that attention can see, d channel of a head.
+Axes: B batch, T token, S column that attention reads, d channel of a head.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from depthmix.models.config import DecoderConfig
 
 
 class Cache(Protocol):
-    """Keys and values of earlier tokens, as `depthmix.inference` keeps them."""
+    """Keys and values of earlier tokens; `depthmix.inference` has the implementations."""
 
     def place(self, tokens: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Make room for new tokens [B, T]: their positions [B, T], and who sees what [B, 1, T, S]."""
+        """Reserve columns for new tokens [B, T]; return their positions [B, T] and the attention mask [B, 1, T, S]."""
 
     def put(self, slot: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store k and v [B, K, T, d] of one attention layer; return those of all columns [B, K, S, d]."""
@@ -27,10 +27,10 @@ class Cache(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """Sublayers only read it: FSDP2 hands each of them a copy."""
+    """Shared inputs of all sublayers. Sublayers must not modify it: FSDP2 gives each of them a copy."""
 
     rotation: tuple[Tensor, Tensor]  # cos and sin [B, 1, T, d]
-    mask: Tensor | None  # [B, 1, T, S], True where a token sees a column; None: causal
+    mask: Tensor | None  # [B, 1, T, S], True where a token attends to a column; None: causal
     cache: Cache | None = None
 
 
@@ -42,7 +42,7 @@ def make_context(
     *,
     dtype: torch.dtype,
 ) -> Context:
-    """The context of tokens at `positions` [B, T]: a part of a decoder can make it without any token's id."""
+    """The context of tokens at `positions` [B, T]; it needs no token ids, so a part of a decoder can build it."""
     return Context(rotation(positions, config.width, config.rope_theta, dtype), mask, cache)
 
 
@@ -53,19 +53,19 @@ def locate(
     for name, tensor in (("documents", documents), ("valid", valid)):
         if tensor is not None and tensor.shape != tokens.shape:
             got, want = list(tensor.shape), list(tokens.shape)
-            raise ValueError(f"{name} has shape {got}; expected that of the tokens, {want}")
+            raise ValueError(f"{name} has shape {got}; expected the shape of the tokens, {want}")
     if cache is None:
         shape, device = tokens.shape, tokens.device
         return positions_of(shape, device, documents, valid), mask_of(shape, device, documents, valid)
     if documents is not None:
-        raise ValueError("documents and a cache; expected packed documents in training only")
+        raise ValueError("both documents and a cache were given; use packed documents only without a cache")
     return cache.place(tokens, valid)
 
 
 def positions_of(
     shape: torch.Size, device: torch.device, documents: Tensor | None = None, valid: Tensor | None = None
 ) -> Tensor:
-    """[B, T], from 0 at the first token of each document; padding does not count."""
+    """Positions [B, T], from 0 at the first token of each document; padding does not count."""
     count = torch.arange(shape[1], device=device).expand(shape)
     if documents is not None:
         begins = torch.ones_like(documents, dtype=torch.bool)
@@ -77,7 +77,7 @@ def positions_of(
 def mask_of(
     shape: torch.Size, device: torch.device, documents: Tensor | None = None, valid: Tensor | None = None
 ) -> Tensor | None:
-    """Causal, within a document, not to padding; a token always sees itself, so that no row is empty."""
+    """The mask: causal, within a document, without padding; a token always attends to itself, so no row is empty."""
     if documents is None and valid is None:
         return None
     sees = torch.ones(shape[1], shape[1], dtype=torch.bool, device=device).tril()[None]
@@ -90,7 +90,7 @@ def mask_of(
 
 
 def rotation(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, 1, T, d] of RoPE, the two halves of a head forming its pairs; angles in float32 at least."""
+    """cos and sin [B, 1, T, d] of RoPE, with pairs formed from the two halves of a head; angles in at least float32."""
     wide = ops.accumulator(dtype)
     exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim
     angles = positions[..., None].to(wide) * theta**-exponent

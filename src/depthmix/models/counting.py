@@ -1,4 +1,4 @@
-"""What a decoder counts: parameters, and the FLOPs of a token. Counted without storage."""
+"""The parameters of a decoder and its FLOPs per token, counted on the meta device."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ class Counts:
     """Parameters of a decoder; weights that run several times or are tied count once."""
 
     total: int
-    active: int  # what one token uses: all but the experts that it does not go to
+    active: int  # used by one token: all but the experts that it is not routed to
     active_without_embeddings: int
     embedding: int  # with the head
     mixer: int  # of both kinds
 
 
 def count_parameters(config: DecoderConfig) -> Counts:
-    """Parameters by what they belong to."""
+    """The numbers of parameters of a decoder, by part."""
     return count(config)[0]
 
 
 def count_multiplied(config: DecoderConfig) -> int:
-    """Parameters outside the mixers that a token is multiplied with: each as often as it runs, the head always, the
-    embedding never."""
+    """Number of parameters outside the mixers that multiply a token: each once per execution, including the head but
+    not the embedding."""
     return count(config)[1]
 
 
 def mixing_flops(config: DecoderConfig) -> int:
-    """Forward FLOPs per token of the mixers of both kinds, as they state them; 2 per parameter of one that does not."""
+    """Forward FLOPs per token of the mixers of both kinds, as they state them, or else 2 per parameter."""
     return count(config)[2]
 
 
 @lru_cache(maxsize=256)
 def count(config: DecoderConfig) -> tuple[Counts, int, int]:
-    """All counts, on one decoder on the meta device."""
+    """All counts, from one decoder on the meta device."""
     with torch.device("meta"):
         model = Decoder(config)
     return count_once(model), count_each_run(model), count_mixing(model)
@@ -65,7 +65,7 @@ def count_once(model: Decoder) -> Counts:
 
 def count_each_run(model: Decoder) -> int:
     multiplied = elements(model.norm.parameters())
-    multiplied += model.embed.weight.numel()  # of the head, which has the shape of the table
+    multiplied += model.embed.weight.numel()  # the head has the shape of the embedding
     for layer in model.layer_order:
         for sublayer in model.sublayers[2 * layer : 2 * layer + 2]:
             multiplied += elements(sublayer.parameters()) - idle_parameters(sublayer)
@@ -85,7 +85,7 @@ def elements(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def idle_parameters(sublayer: nn.Module) -> int:
-    """Of the experts that a token does not go to."""
+    """Number of parameters of the experts that a token is not routed to."""
     if not isinstance(sublayer, MixtureOfExperts):
         return 0
     experts = (sublayer.gate_proj, sublayer.up_proj, sublayer.down_proj)

@@ -27,12 +27,12 @@ class Decoder(Recorded):
     """A language model: tokens [B, T] to logits [B, T, V].
 
     Attributes:
-        sublayers: attention and MLP in turn, each with its PreNorm; weights exist once, however often they run.
-        depth: the mixers, one for each execution of a sublayer, and the output's; with `loop.share_mixers` those of one
-            sublayer share their parameters.
+        sublayers: attention and MLP in turn, each with its PreNorm; looped sublayers are listed once.
+        depth: the mixers, one for each execution of a sublayer and one for the output; with `loop.share_mixers` those
+            of the same sublayer share their parameters.
         kv_mixers: a `KVStack`, one mixer for each execution of an attention; or an empty list.
-        checkpoint_every: sublayers in a segment whose activations are made again in the backward pass; None: all are
-            kept. A segment hands on what the state's spec calls essential and nothing else.
+        checkpoint_every: number of sublayers per segment of activation checkpointing; None: no checkpointing. Only the
+            essential tensors of the state pass from one segment to the next.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -52,7 +52,7 @@ class Decoder(Recorded):
         self.reset_parameters()
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Give every parameter its start: drawn from torch's generator or, with a seed, by (seed, its name)."""
+        """Initialise every parameter, from torch's generator or, with a seed, from one generator per (seed, name)."""
         initialise(self, seed)
 
     def record(self) -> dict[str, Any]:
@@ -74,11 +74,11 @@ class Decoder(Recorded):
         """Logits [B, T, V].
 
         Args:
-            tokens: [B, T] ids below the vocabulary's size.
-            documents: [B, T] numbers of packed documents: positions restart, attention does not cross.
-            valid: [B, T], False where a token is padding.
-            cache: keys and values of earlier tokens, from `depthmix.inference`; it grows by these.
-            last_only: logits of the last token alone, [B, 1, V].
+            tokens: [B, T] ids below the vocabulary size.
+            documents: [B, T] indices of packed documents: positions restart in each, and attention stays within each.
+            valid: [B, T], False for padding.
+            cache: keys and values of earlier tokens, from `depthmix.inference`; these tokens are appended to it.
+            last_only: return only the logits of the last token, [B, 1, V].
         """
         x = self.embed(checked_tokens(tokens, self.config.vocab_size))
         ctx = self.context(tokens, x.dtype, documents, valid, cache)
@@ -87,7 +87,7 @@ class Decoder(Recorded):
         return self.logits(self.norm(h[:, -1:] if last_only else h))
 
     def loss(self, tokens: Tensor, *, documents: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
-        """Mean loss of the next token, within each document, with the auxiliary losses of its sublayers."""
+        """Mean next-token loss within each document, plus the auxiliary losses of the sublayers."""
         x = self.embed(checked_tokens(tokens, self.config.vocab_size))
         ctx = self.context(tokens, x.dtype, documents, valid)
         state, auxiliary = self.segments(self.depth.begin(x), ctx)
@@ -103,12 +103,12 @@ class Decoder(Recorded):
         valid: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Context:
-        """What all sublayers share. Of the tokens it uses the shape and the device, not the ids."""
+        """The context that all sublayers share. It depends on the tokens' shape and device, not on their ids."""
         positions, mask = locate(tokens, documents, valid, cache)
         return make_context(self.config, positions, mask, cache, dtype=dtype)
 
     def segments(self, state: State, ctx: Context) -> tuple[State, list[Tensor]]:
-        """All sublayers, from the state before the first to that before the output; and their auxiliary losses."""
+        """Run all sublayers from the first state; return the state before the output and the auxiliary losses."""
         depth, every = self.config.depth, self.checkpoint_every
         kv = self.kv_mixers.begin() if isinstance(self.kv_mixers, KVStack) else ()
         if every is None or not torch.is_grad_enabled():
@@ -123,7 +123,7 @@ class Decoder(Recorded):
         return state, losses
 
     def segment(self, lo: int, hi: int, state: State, kv: State, ctx: Context) -> tuple[State, State, list[Tensor]]:
-        """Sublayers lo … hi − 1, counted in the order of their execution; and their auxiliary losses."""
+        """Run sublayers lo … hi − 1 in order of execution; return both states and the auxiliary losses."""
         losses = []
         for index in range(lo, hi):
             mixer = self.depth[index]
@@ -134,7 +134,7 @@ class Decoder(Recorded):
         return state, kv, losses
 
     def sublayer(self, index: int, h: Tensor, kv: State, ctx: Context) -> tuple[Tensor, State, Tensor | None]:
-        """Execution `index`: output, state of the value mixers, auxiliary loss. A layer that is looped has several."""
+        """Run execution `index` (a looped layer has several): output, state of the value mixers, auxiliary loss."""
         slot, second = divmod(index, 2)
         module = self.sublayers[2 * self.layer_order[slot] + second]
         if second:
@@ -163,9 +163,9 @@ def make_mixers(config: DecoderConfig) -> tuple[DepthStack, KVStack | nn.ModuleL
 
 
 def empty_decoder(config: DecoderConfig) -> Decoder:
-    """A decoder on the CPU whose own parameters have no values yet: for `reset_parameters`, which draws them once.
+    """A decoder on the CPU with uninitialised parameters, so that `reset_parameters` draws them only once.
 
-    Its mixers are complete: a plug-in may make more than parameters when it is built.
+    Its mixers are initialised, since a plug-in may create more than parameters when it is built.
     """
     with torch.device("meta"):
         model = Decoder(config)
@@ -179,7 +179,7 @@ def empty_decoder(config: DecoderConfig) -> Decoder:
 def next_token_losses(
     logits: Tensor, tokens: Tensor, documents: Tensor | None = None, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Loss [B, T−1] of each token given those before it, and whether it counts: 0 across documents and at padding."""
+    """Loss [B, T−1] of each token given those before it, and its weight: 0 across documents and at padding."""
     target = tokens[:, 1:]
     losses = nn.functional.cross_entropy(ops.wide(logits[:, :-1]).flatten(0, 1), target.flatten(), reduction="none")
     counts = torch.ones_like(target, dtype=torch.bool)
@@ -193,10 +193,10 @@ def next_token_losses(
 def checked_tokens(tokens: Tensor, vocabulary: int) -> Tensor:
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int64, torch.int32) or tokens.dim() != 2:
         got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise TypeError(f"tokens: got {got}; expected whole numbers [batch, tokens], as int64 or int32")
+        raise TypeError(f"tokens: got {got}; expected integers [batch, tokens] of dtype int64 or int32")
     if torch.compiler.is_compiling() or tokens.device.type != "cpu" or not tokens.numel():
-        return tokens  # reading values would stop a compiler, or wait for the device
+        return tokens  # reading values would break a compiled graph, or wait for the device
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocabulary:
-        raise ValueError(f"tokens hold {low if low < 0 else high}; expected ids from 0 to {vocabulary - 1}")
+        raise ValueError(f"tokens contain {low if low < 0 else high}; expected ids from 0 to {vocabulary - 1}")
     return tokens

@@ -1,4 +1,4 @@
-"""How every parameter of a decoder starts, in one table. Mixers start as their mechanism says."""
+"""The initialisation of every parameter of a decoder, in one table. Mixers initialise their own parameters."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ TABLE: tuple[tuple[str, str], ...] = (
 
 @torch.no_grad()
 def initialise(model: Decoder, seed: int | None = None) -> None:
-    """Give every parameter its start, drawn from torch's generator or, with a seed, by (seed, its name).
+    """Initialise every parameter, from torch's generator or, with a seed, from one generator per (seed, name).
 
-    By name two decoders with the same seed share what they have in common, whatever else they hold. Such weights are
-    drawn on the CPU.
+    With a seed, parameters of the same name and shape are equal in two decoders, whatever else these contain. Such
+    weights are drawn on the CPU.
     """
     for name, mixer in named_mixers(model):
         if seed is not None:
@@ -52,7 +52,7 @@ def initialise(model: Decoder, seed: int | None = None) -> None:
 
 
 def named_mixers(model: Decoder) -> Iterator[tuple[str, DepthMixer | KVMixer]]:
-    """Mixers of both kinds that own parameters: "0", "1", … "out", then "0", "1", … of the attentions."""
+    """Mixers of both kinds that own parameters: "0", "1", … "out", then "0", "1", … of the attention layers."""
     yield from model.depth.mixers.named_children()  # type: ignore[misc]
     assert model.depth.out is not None
     yield "out", model.depth.out
@@ -63,4 +63,4 @@ def start_of(name: str) -> str:
     for pattern, start in TABLE:
         if re.fullmatch(pattern, name):
             return start
-    raise ValueError(f"{name} has no line in the table of initialisation, models/init.py")
+    raise ValueError(f"{name} is missing from the table of initialisations in models/init.py")

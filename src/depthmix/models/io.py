@@ -1,9 +1,10 @@
 """A decoder on disk: a directory with `model.safetensors` and `config.json`. Nothing in it is ever executed, and a
-function that its configuration names (`package.module:function`) is imported only where the caller allows it.
+function that its configuration names (`package.module:function`) is imported only if the caller allows it.
 
-A save writes both files beside the old ones, flushes them, and renames the weights first. From then on the new weights
-belong to `config.json.new`, before that the old ones to `config.json`: the configuration names the size and the SHA-256
-of its weights, and a reader takes the one that fits. So a save that is interrupted anywhere leaves one model whole.
+A save writes both files next to the old ones, flushes them, and renames the weights first. From then on the new weights
+belong to `config.json.new`; before that the old ones belong to `config.json`. A configuration contains the size and the
+SHA-256 of its weights, and a reader uses the one that matches. So a save that is interrupted anywhere leaves one model
+intact.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from depthmix.models.decoder import Decoder
 from depthmix.support.checks import check_device
 from depthmix.support.files import FORMAT, beside, digest, flush, format_of, read_json, read_tensors, version
 
-AGAIN = "Save the model again, or copy it again"
-WEIGHTS, CONFIG, STAGED = "model.safetensors", "config.json", "config.json.new"
+AGAIN = "Save or copy the model again"
+WEIGHTS, CONFIG, STAGED = MODEL_FILES = "model.safetensors", "config.json", "config.json.new"
 StrPath = str | os.PathLike[str]
 
 
 def save_model(model: Decoder, directory: StrPath) -> None:
-    """Write weights, in their dtypes, and configuration; a model that is there already stays whole until the end."""
+    """Write weights, in their dtypes, and configuration; an existing model stays intact until the end."""
     from safetensors.torch import save_file
 
     folder = Path(directory)
@@ -62,15 +63,15 @@ def load_model(
     dtype: torch.dtype | None = None,
     functions: bool = False,
 ) -> Decoder:
-    """The decoder that `save_model` wrote, in evaluation mode; `dtype` changes that of its parameters.
+    """Load a decoder that `save_model` wrote, in evaluation mode; `dtype` converts its parameters.
 
-    Everything is read and checked before anything is put into a model. Where its configuration names functions of your
-    own (options such as kernel and score), their modules are imported with `functions=True` only: that runs their code.
+    Everything is read and checked before a model is built. If its configuration names user-defined functions (options
+    such as kernel and score), their modules are imported only with `functions=True`, since that runs their code.
     """
     folder = Path(directory)
     check_device(device)
     if not folder.is_dir():
-        raise FileNotFoundError(f"no directory {folder}; expected one that save_model wrote")
+        raise FileNotFoundError(f"{folder} does not exist or is no folder; expected a folder that save_model wrote")
     config = read_config(folder, functions)
     tensors, _ = read_tensors(folder / WEIGHTS, AGAIN)
     with torch.device("meta"):
@@ -84,23 +85,21 @@ def load_model(
     model.load_state_dict(with_records(model, moved), assign=True)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:  # counters that are not saved
+            if buffer.is_meta:  # counters, which are not saved
                 setattr(module, name, torch.zeros_like(buffer, device=device))
     return model.eval()
 
 
 def check_weights(folder: Path) -> None:
-    """Whether the weights of a folder are those that its configuration names, by their SHA-256."""
+    """Check that the weights of a folder have the SHA-256 that its configuration contains."""
     read_config(folder)
 
 
 def read_config(folder: Path, functions: bool = True) -> DecoderConfig:
-    """The configuration that belongs to the weights of `folder`; False refuses one that names functions to import."""
+    """The configuration that belongs to the weights of `folder`; `functions=False` rejects one that names functions."""
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file() and not (name == CONFIG and (folder / STAGED).is_file()):
-            raise FileNotFoundError(
-                f"no {name} in {folder}; expected {CONFIG} and {WEIGHTS}, as save_model writes them"
-            )
+            raise FileNotFoundError(f"no {name} in {folder}; expected {CONFIG} and {WEIGHTS}, which save_model writes")
     paths = [folder / name for name in (CONFIG, STAGED) if (folder / name).is_file()]
     problems = []
     for path in paths:
@@ -112,13 +111,13 @@ def read_config(folder: Path, functions: bool = True) -> DecoderConfig:
             try:
                 return DecoderConfig.from_saved(description["model"], description["format"])
             except (TypeError, ValueError) as error:
-                raise ValueError(f"{path} describes no decoder of this version: {error}") from error
+                raise ValueError(f"{path} is not a valid configuration for this version: {error}") from error
         problems.append(problem)
     raise ValueError(problems[0])
 
 
 def refuse_functions(path: Path, fields: Mapping[str, Any]) -> None:
-    """Before anything is imported: the functions that a configuration names."""
+    """Raise an error if a configuration names functions, before anything is imported."""
     for child, get in (("mixer", mechanism), ("kv_mixer", kv_mechanism)):
         if fields.get(child) is None:
             continue
@@ -127,7 +126,7 @@ def refuse_functions(path: Path, fields: Mapping[str, Any]) -> None:
             if ":" in str(value := choice.options.get(option)):
                 raise ValueError(
                     f"{path} names the function {value} ({child}.{option}); loading this model imports it, which runs "
-                    "the code of its module. If you trust it: load_model(directory, functions=True), or "
+                    "the code of its module. If you trust it, use load_model(directory, functions=True) or "
                     "`depthmix generate --functions`"
                 )
 
@@ -141,18 +140,18 @@ def read_description(path: Path) -> dict[str, Any]:
     for field, entries in (("model", {}), ("weights", {"bytes": int, "sha256": str})):
         part = description.get(field)
         if not isinstance(part, dict) or not all(isinstance(part.get(key), kind) for key, kind in entries.items()):
-            raise ValueError(f"{path} lacks the field {field!r} or a part of it; it is damaged. {AGAIN}")
+            raise ValueError(f"{path} is damaged: the field {field!r} is missing or incomplete. {AGAIN}")
     return description
 
 
 def find_mismatch(path: Path, expected: Mapping[str, Any]) -> str | None:
-    """What is wrong with a weights file, by its size and then its content."""
+    """What is wrong with a weights file, by its size and then its content; None if nothing is."""
     size = path.stat().st_size
     if size != expected["bytes"]:
-        what = "truncated, or of another save" if size < expected["bytes"] else "of another save"
+        what = "truncated or from another save" if size < expected["bytes"] else "from another save"
         return f"{path} has {size} bytes; {CONFIG} expects {expected['bytes']}. It is {what}: copy both files again"
     if digest(path) != expected["sha256"]:
-        return f"{path} is damaged or of another save: its SHA-256 is not the one in {CONFIG}. Copy both files again"
+        return f"{path} is damaged or from another save: its SHA-256 is not the one in {CONFIG}. Copy both files again"
     return None
 
 
@@ -170,7 +169,7 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[s
     if wrong:
         problems.append(list_first(wrong))
     if problems:
-        raise ValueError(f"{path} does not fit its configuration. {'; '.join(problems)}. Nothing was loaded")
+        raise ValueError(f"{path} does not match its configuration: {'; '.join(problems)}. Nothing was loaded")
 
 
 def list_first(words: list[str], most: int = 20) -> str:

@@ -1,4 +1,4 @@
-"""A mixture of experts: every token goes to a few of many small MLPs, and to the shared ones.
+"""A mixture of experts: every token is routed to a few of many small MLPs, and to the shared ones.
 
 Axes: N token of the whole batch, K expert that a token chose, E expert, D channel.
 """
@@ -20,21 +20,21 @@ from depthmix.models.norm import RMSNorm
 
 
 class MixtureOfExperts(nn.Module):
-    """The best `active` of `experts` SwiGLUs, weighted by a router, plus `shared` ones, in the place of an MLP.
+    """The best `active` of `experts` SwiGLUs, weighted by a router, plus `shared` ones, instead of an MLP.
 
-    s = softmax(W x) over all experts (Qwen3), or sigmoid(W x) (DeepSeek V3), in float32 at least
+    s = softmax(W x) over all experts (Qwen3), or sigmoid(W x) (DeepSeek V3), in at least float32
     chosen = the `active` experts of largest s + b;   w_e = s_e / Σ s over the chosen
     y = Σ w_e expert_e(x) + shared(x)
 
     Balance, so that all experts are used:
-        bias: b takes a step of `balance_rate` after each optimiser step (`update_balance`), up where an expert got
-            fewer tokens than the mean and down where it got more. b decides who is chosen, never the weights.
-        loss: b is not there; E · Σ f_e · P_e times `balance_rate` joins the loss, with f the share of an expert in
-            all choices and P the mean over tokens of s, normalised. It is 1 where all experts are alike.
+        bias: b changes by `balance_rate` after each optimiser step (`update_balance`): up for an expert that received
+            fewer tokens than the mean, down for one that received more. b affects the choice, never the weights.
+        loss: there is no b; `balance_rate` · E · Σ f_e · P_e is added to the loss, with f the share of an expert in all
+            choices and P the mean over tokens of s, normalised. The sum E · Σ f_e · P_e is 1 for equally used experts.
 
     Attributes:
-        balance_bias: b [E], in float32 whatever the model's dtype, since its steps would be lost in a shorter one.
-        load: [E], how many tokens chose each expert since the last `update_balance`; training alone counts.
+        balance_bias: b [E], always float32, since a narrower dtype would lose its steps.
+        load: [E], number of tokens routed to each expert since the last `update_balance`, counted only in training.
     """
 
     balance_bias: Tensor | None
@@ -43,7 +43,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         if config.moe is None:
-            raise ValueError("moe=None; expected a MoEConfig: a decoder without one has MLPs")
+            raise ValueError("moe=None; expected a MoEConfig (a decoder without one uses MLPs)")
         self.config = moe = config.moe
         dim, count, hidden = config.dim, moe.experts, moe.hidden
         self.norm = RMSNorm(dim, eps=config.norm_eps)
@@ -65,13 +65,13 @@ class MixtureOfExperts(nn.Module):
         return y.to(h.dtype), kv, aux
 
     def experts(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x [N, D] through the experts that each token chose, in the accumulator's dtype; and the auxiliary loss."""
+        """The output of each token's experts for x [N, D], in the accumulator's dtype, and the auxiliary loss."""
         scores = self.scores(x)
         chosen, weights = self.choose(scores)
         by_expert, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(by_expert, torch.arange(self.config.experts, device=x.device), right=True)
         aux = self.balance(scores, ends) if self.training and torch.is_grad_enabled() else None
-        # Copies first, order second: both have a backward pass without sums in an arbitrary order.
+        # Copy first, sort second: both have a deterministic backward pass.
         copies = x.unsqueeze(1).expand(-1, self.config.active, -1).flatten(0, 1).index_select(0, order)
         gate, up = (ops.grouped_linear(copies, weight, ends) for weight in (self.gate_proj, self.up_proj))
         out = ops.grouped_linear(nn.functional.silu(gate) * up, self.down_proj, ends)
@@ -79,7 +79,7 @@ class MixtureOfExperts(nn.Module):
         return (out * weights.unsqueeze(-1)).sum(1), aux
 
     def scores(self, x: Tensor) -> Tensor:
-        """s [N, E], in float32 at least."""
+        """s [N, E], in at least float32."""
         logits = ops.linear(x, self.router.weight)
         return logits.softmax(-1) if self.config.scoring == "softmax" else logits.sigmoid()
 
@@ -89,7 +89,7 @@ class MixtureOfExperts(nn.Module):
         ranked = ranked if self.balance_bias is None else ranked + self.balance_bias
         chosen = ranked.topk(self.config.active).indices
         weights = scores.gather(-1, chosen)
-        total = weights.sum(-1, keepdim=True)  # 0 where a bias chose experts whose scores have all vanished
+        total = weights.sum(-1, keepdim=True)  # 0 if the bias chose experts whose scores all underflowed
         return chosen, weights / total.clamp(min=torch.finfo(total.dtype).tiny)
 
     def balance(self, scores: Tensor, ends: Tensor) -> Tensor | None:
@@ -104,7 +104,7 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def update_balance(self) -> None:
-        """One step of the bias, by the tokens counted since the last one. Over several ranks, sum `load` first."""
+        """One step of the bias, from the tokens counted since the last one. With several ranks, sum `load` first."""
         if self.balance_bias is not None and self.load is not None:
             below_mean = self.load.sum() - self.config.experts * self.load
             self.balance_bias += self.config.balance_rate * below_mean.sign()
@@ -114,9 +114,9 @@ class MixtureOfExperts(nn.Module):
         before = self.balance_bias
         super()._apply(fn, recurse)
         if before is not None and self.balance_bias is not None and self.load is not None:
-            if before.dtype != self.balance_bias.dtype:  # the model became bfloat16, say
+            if before.dtype != self.balance_bias.dtype:  # for example, the model was cast to bfloat16
                 self.balance_bias = before.to(self.balance_bias.device)
-            if before.is_meta and not self.balance_bias.is_meta:  # `to_empty`: memory with anything in it
+            if before.is_meta and not self.balance_bias.is_meta:  # `to_empty`: uninitialised memory
                 self.balance_bias.zero_()
                 self.load.zero_()
         return self
@@ -126,7 +126,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def update_balance(model: nn.Module) -> None:
-    """After an optimiser step: move the routers of a model towards an even load, where they balance by a bias."""
+    """Call after an optimiser step: update the bias of every router of a model that balances by a bias."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
             module.update_balance()
@@ -134,8 +134,8 @@ def update_balance(model: nn.Module) -> None:
 
 @torch.library.custom_op("depthmix::count_load", mutates_args=("load",))
 def count_op(load: Tensor, ends: Tensor) -> None:
-    """Add the rows of each group to `load`. An operator, so that it asks when it runs and not when it is compiled."""
-    if torch._C._current_graph_task_id() == -1:  # else checkpointing makes a forward pass again, in a backward one
+    """Add the rows of each group to `load`. An operator, so that its condition is evaluated at run time."""
+    if torch._C._current_graph_task_id() == -1:  # otherwise checkpointing recomputes a forward pass
         load += ends.diff(prepend=ends.new_zeros(1))
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm of the decoder's own parts."""
+"""RMSNorm for the decoder's sublayers and head."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, which warns of an input and a weight of different dtypes: autocast hands bfloat16 to a float32 weight.
+    """torch's RMSNorm without its warning for different dtypes: under autocast a bfloat16 input meets a float32 weight.
 
     Such a pair is computed in the wider dtype and rounded once, to the input's.
     """

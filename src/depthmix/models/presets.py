@@ -1,4 +1,4 @@
-"""Decoders by name, in the sizes of the papers."""
+"""Named decoder configurations, in the sizes of the papers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def depth_attention(
 ) -> dict[str, Any]:
     """Depth-Attention (arXiv 2606.05014).
 
-    The names are the paper's: untied embeddings count in them. 1.5b and 3b hold less than they say (1.34 and 2.75
-    billion). Keys are normed after RoPE and queries before it, as in the authors' code and weights.
+    The names are the paper's and include untied embeddings. 1.5b and 3b have fewer parameters than their names say
+    (1.34 and 2.75 billion). Keys are normed after RoPE and queries before it, as in the authors' code and weights.
     """
     return {
         "vocab_size": 50304,
@@ -32,12 +32,12 @@ def depth_attention(
 
 
 def depth_attention_looped() -> dict[str, Any]:
-    """Depth-Attention's looped 500M (arXiv 2606.05014): the model of that size, all of its layers run 3 times.
+    """Depth-Attention's looped 500M (arXiv 2606.05014): the model of that size with all layers run 3 times.
 
-    The paper has one paragraph on it and no code: a layer that runs again takes the values of its own earlier runs as
-    extra sources. Ours, where it is silent: which layers are looped (all, as the model has no others); that the sources
-    of the stride stay (loop="both"), with the plain model's stride of 12, so that layers 0 and 12 are sources in every
-    loop; and the recipe of the loop itself, for which it cites other work.
+    The paper has one paragraph on it and no code: a layer that runs again uses the values of its own earlier runs as
+    extra sources. The rest is depthmix's choice: which layers are looped (all, as the model has no others); that the
+    sources of the stride remain (loop="both"), with the plain model's stride of 12, so that layers 0 and 12 are sources
+    in every loop; and the recipe of the loop itself, for which the paper cites other work.
     """
     plain = depth_attention(1152, 3072, 24, 18, 18, 12, 0.02)
     mixer = {**plain["kv_mixer"], "loop": "both"}
@@ -47,11 +47,11 @@ def depth_attention_looped() -> dict[str, Any]:
 def attnres(layers: int, dim: int, hidden: int) -> dict[str, Any]:
     """Attention Residuals (arXiv 2603.15031), Table 2: as many heads as layers, 8 of 64 experts and a shared one.
 
-    The names count what a token uses without embeddings and head. The table does not tell the width of a head or the
-    number of key-value heads. Heads of 128 with as many key-value as query heads give 2.8 to 5.7 % less than the names;
-    half as many key-value heads 12 to 14 % less, heads of dim / heads channels 18 to 20 % less. So it is the first;
-    what is missing still, the table does not explain.
-    Ours, where the paper is silent: the vocabulary and the sigmoid router of the same authors' larger models.
+    The names count the parameters active per token, without embeddings and head. The table does not give the width of a
+    head or the number of key-value heads. Heads of 128 with as many key-value as query heads give 2.8 to 5.7 % fewer
+    parameters than the names; half as many key-value heads 12 to 14 % fewer; heads of dim / heads channels 18 to 20 %
+    fewer. The first is therefore used; the table does not explain the remaining difference.
+    Where the paper is silent, the vocabulary and the sigmoid router are those of the same authors' larger models.
     """
     moe = {"experts": 64, "active": 8, "shared": 1, "hidden": hidden, "scoring": "sigmoid"}
     return {
@@ -60,7 +60,7 @@ def attnres(layers: int, dim: int, hidden: int) -> dict[str, Any]:
         "layers": layers,
         "heads": layers,
         "head_dim": 128,
-        "hidden": 9 * hidden,  # of the dense model of the same cost, with moe=None
+        "hidden": 9 * hidden,  # for the dense model of the same cost, with moe=None
         "norm_eps": 1e-5,
         "moe": moe,
         "mixer": {"name": "block_attnres", "num_blocks": 8},
@@ -83,7 +83,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset(name: str, **overrides: Any) -> DecoderConfig:
-    """The configuration behind a name of `PRESETS`, some of its fields set anew."""
+    """The configuration of a name in `PRESETS`, with some of its fields overridden."""
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}. {did_you_mean(name, PRESETS)}Known: {', '.join(PRESETS)}")
     return DecoderConfig.from_dict({**PRESETS[name], **overrides})

@@ -1,4 +1,4 @@
-"""Pure tensor functions of depth mixing, each in plain torch too: reference.py, for attention attend/reference.py."""
+"""Pure tensor functions of depth mixing; their plain torch forms are in reference.py and attend/reference.py."""
 
 from depthmix.ops.attend import (
     ReadOptions,

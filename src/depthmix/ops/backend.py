@@ -1,4 +1,4 @@
-"""What every operation asks before it computes: which backend is forced, and whether torch is tracing."""
+"""Which backend is forced, and whether torch is tracing: every operation checks both before it computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def chosen() -> Backend:
 
 
 def traced_by_torch() -> bool:
-    """Compilers and functional transforms want plain operations: they make backward passes of their own."""
+    """Whether a compiler or functional transform is active: it derives its own backward pass from plain operations."""
     return torch.compiler.is_compiling() or functional()
 
 
@@ -25,5 +25,5 @@ def functional() -> bool:
 
 
 def plain_wanted() -> bool:
-    """Whether an operation with one faster form takes its plain form instead."""
+    """Whether an operation must use its plain form instead of its faster one."""
     return traced_by_torch() or chosen() == "reference"

@@ -1,4 +1,4 @@
-"""The delta rule along the channels, with a key made of what is written.
+"""The delta rule along the channels, with a key computed from the output that is written.
 
 Axes: ... any leading shape, M row, D channel.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from depthmix.ops import reference
 from depthmix.ops.backend import plain_wanted
 from depthmix.ops.reference import KeyNorm, full_precision, wide
-from depthmix.ops.streams import dots, inverse_rms, like, replayed, together
+from depthmix.ops.streams import common_accumulator, differentiable_gradients, dots, inverse_rms, like
 
 
 def normed_delta(rows: Tensor, y: Tensor, beta: Tensor, target: Tensor, *, eps: float, norm: KeyNorm = "l2") -> Tensor:
@@ -30,10 +30,10 @@ def plain_normed_delta(rows: Tensor, y: Tensor, beta: Tensor, target: Tensor, ep
 
 
 def key_scale(y: Tensor, eps: float, norm: KeyNorm) -> Tensor:
-    """κ [..., 1], with which κ y is `unit_key(y)`; in one pass where no square overflows or vanishes."""
+    """The factor κ [..., 1] for which κ y is `unit_key(y)`; in one pass where no square overflows or underflows."""
     if norm != "l2":
         return inverse_rms(y, reference.mean_square_eps(y, eps, norm)) * y.shape[-1] ** -0.5
-    if y.device.type == "cpu" and type(y) in (Tensor, torch.nn.Parameter):  # elsewhere asking for sizes is not free
+    if y.device.type == "cpu" and type(y) in (Tensor, torch.nn.Parameter):  # a check on a GPU would synchronise
         length = torch.linalg.vector_norm(wide(y), dim=-1, keepdim=True)
         if bool(((length > 1e-15) & length.isfinite()).all()):
             return length.add_(eps).reciprocal_()
@@ -41,11 +41,11 @@ def key_scale(y: Tensor, eps: float, norm: KeyNorm) -> Tensor:
 
 
 class NormedDelta(torch.autograd.Function):
-    """Keeps rows, y, β, target and two sets of numbers: κ, with which the key is κ y, and what the key recalls."""
+    """Saves rows, y, β, target, the factor κ (the key is κ y) and the values that the key recalls."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, y: Tensor, beta: Tensor, target: Tensor, eps: float, norm: KeyNorm) -> Tensor:
-        dtype = together(rows, y, beta, target)
+        dtype = common_accumulator(rows, y, beta, target)
         held = rows.to(dtype)
         kappa = key_scale(y, eps, norm).to(dtype)  # [..., 1]
         key = y.to(dtype) * kappa
@@ -62,12 +62,12 @@ class NormedDelta(torch.autograd.Function):
         eps, norm = ctx.options
         if torch.is_grad_enabled():
             plain = lambda rows, y, beta, target: plain_normed_delta(rows, y, beta, target, eps, norm)  # noqa: E731
-            return (*replayed(plain, (rows, y, beta, target), grad), None, None)
-        dtype = together(rows, y, beta, target)
+            return (*differentiable_gradients(plain, (rows, y, beta, target), grad), None, None)
+        dtype = common_accumulator(rows, y, beta, target)
         g, key = grad.to(dtype), y.to(dtype) * kappa
         with full_precision(rows.device):
-            felt = dots(g, key)  # [..., M]
-            of_target, missing = beta * felt, target - recalled
+            grad_along_key = dots(g, key)  # [..., M]
+            of_target, missing = beta * grad_along_key, target - recalled
             of_rows = torch.addcmul(g, -of_target.unsqueeze(-1), key.unsqueeze(-2))
             of_y = ((beta * missing).unsqueeze(-2) @ g).squeeze(-2)  # first of the key, …
             of_y -= (of_target.unsqueeze(-2) @ rows.to(dtype)).squeeze(-2)
@@ -76,5 +76,5 @@ class NormedDelta(torch.autograd.Function):
             length = 1 - kappa * eps
             pull = torch.where(length > 0, pull / length, 0)  # y = 0: I/eps
         of_y.addcmul_(key, -pull).mul_(kappa)  # … then through its norm
-        of_beta = (felt * missing).sum(-1, keepdim=True)
+        of_beta = (grad_along_key * missing).sum(-1, keepdim=True)
         return like(of_rows, rows), like(of_y, y), like(of_beta, beta), like(of_target, target), None, None

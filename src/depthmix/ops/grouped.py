@@ -1,7 +1,7 @@
-"""A linear map for each group of rows: the product that a mixture of experts is made of.
+"""A separate linear map for each group of rows: the matrix product of a mixture of experts.
 
-Both products are operators of their own, so that a compiler takes them as they are: how many rows a group has is known
-at run time only. Each is the other's derivative, so derivatives of any order exist.
+Both products are custom operators, so that a compiler does not trace into them: the number of rows per group is known
+only at run time. Each is the other's derivative, so derivatives of any order exist.
 
 Axes: N row, E group (expert), D channel in, F channel out.
 """
@@ -22,21 +22,23 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     Under autocast it computes in autocast's dtype, as `torch.nn.functional.linear` does.
 
     Args:
-        x: [N, D], rows of one group side by side.
+        x: [N, D], with the rows of each group contiguous.
         weight: [E, F, D].
-        ends: [E] whole numbers, the row behind each group's last; the last of them is N. Groups may be empty.
+        ends: [E] integers, for each group the index after its last row; the last one is N. Groups may be empty.
     """
     check(x, weight, ends)
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         x, weight = (t.to(torch.get_autocast_dtype(device)) for t in (x, weight))
     if x.dtype != weight.dtype:
-        raise ValueError(f"x is {x.dtype}, weight is {weight.dtype}; expected one dtype: convert before the call")
+        raise ValueError(
+            f"x is {x.dtype}, weight is {weight.dtype}; expected the same dtype: convert one of them before the call"
+        )
     return linear_op(x, weight, ends)
 
 
 def plain_grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """The same with a weight of its own for every row."""
+    """The same, with the weight gathered for every row."""
     group = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
     return (weight[group] @ x[:, :, None])[:, :, 0]
 
@@ -59,10 +61,10 @@ def outer_op(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def groups(ends: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
-    """The groups that have rows. Together they are all rows, or the result would hold what nobody wrote."""
+    """The non-empty groups. They must cover all rows, or part of the result would stay uninitialised."""
     bounds = [0, *ends.tolist()]
     if bounds[-1] != rows or bounds != sorted(bounds):
-        raise ValueError(f"ends={bounds[1:]}; expected numbers that grow from 0 to {rows}, the number of rows")
+        raise ValueError(f"ends={bounds[1:]}; expected non-decreasing numbers from 0 to {rows}, the number of rows")
     for e, (lo, hi) in enumerate(pairwise(bounds)):
         if hi > lo:
             yield e, slice(lo, hi)
@@ -75,7 +77,7 @@ def check(x: Tensor, weight: Tensor, ends: Tensor) -> None:
         )
     if ends.shape != weight.shape[:1] or ends.is_floating_point():
         raise ValueError(
-            f"ends is {ends.dtype} of shape {list(ends.shape)}; expected whole numbers [{weight.shape[0]}], one a group"
+            f"ends is {ends.dtype} of shape {list(ends.shape)}; expected integers [{weight.shape[0]}], one per group"
         )
 
 
@@ -89,7 +91,7 @@ def _(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ends.shape[0], y.shape[1], x.shape[1])
 
 
-def keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+def save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -113,5 +115,5 @@ def outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None
     )
 
 
-linear_op.register_autograd(linear_backward, setup_context=keep)
-outer_op.register_autograd(outer_backward, setup_context=keep)
+linear_op.register_autograd(linear_backward, setup_context=save_inputs)
+outer_op.register_autograd(outer_backward, setup_context=save_inputs)

@@ -1,6 +1,6 @@
-"""Memory that is freed and asked for again with every step, and bytes of the tensors that are alive.
+"""Reuse of memory that every step frees and allocates again, and the bytes of live tensors.
 
-The C library hands large blocks back to the system as soon as they are free, and the system brings them back page by
+The C library returns large blocks to the system as soon as they are freed, and the system maps them again page by
 page, filled with zeros: for gradients of many megabytes that costs more than the arithmetic.
 """
 
@@ -18,15 +18,15 @@ from torch.utils._pytree import tree_leaves
 
 from depthmix.ops.attend import native
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # numbers of mallopt in <malloc.h>
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # parameters of mallopt, from <malloc.h>
 NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
     """Let this process keep freed memory for its next allocation. False where the C library has no such setting.
 
-    It holds for the whole process, which stays as large as it once was. Made for programs that do one thing for long,
-    such as training; a library must not decide it for its user.
+    This affects the whole process, whose memory then never shrinks. It is meant for long-running programs such as
+    training; a library should not decide it for its user.
     """
     if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
         return False
@@ -35,23 +35,23 @@ def keep_freed_memory() -> bool:
 
 
 def empty_cache() -> None:
-    """Hand back what the native backend keeps of freed gradients and mixtures for its next read.
+    """Free the memory that the native backend keeps from freed gradients and mixtures for its next read.
 
-    It never keeps more than it had in use at once, and a system that runs short of memory may take it at any time.
+    It never keeps more than its peak use, and a system that runs short of memory may reclaim it at any time.
     """
     native.release()
 
 
 def status(field: str) -> int:
-    """Bytes of a field of Linux's /proc/self/status, such as VmHWM, the most that was resident at once."""
+    """Bytes of a field of Linux's /proc/self/status, such as VmHWM, the peak resident memory."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[field].split()[0]) * 1024
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts, while it is entered, the bytes of tensors that operations make: `now` alive, and at most so far, `peak`.
+    """A context that counts the bytes of tensors that operations create: `now` (alive) and `peak` (maximum so far).
 
-    Views count with what they show. What a kernel needs inside itself, and gives back before it returns, is not seen.
+    A view counts as part of its base. Memory that a kernel allocates and frees internally is not counted.
     """
 
     def __init__(self) -> None:

@@ -1,11 +1,11 @@
-"""Operations in plain torch: the ground truth that faster forms are tested against, and the precision of them all.
+"""Operations in plain torch: the ground truth for the faster forms, and the precision that all forms use.
 
-Attention over depth has its own in attend/reference.py.
+The plain form of attention over depth is in attend/reference.py.
 
 Axes: ... any leading shape (batch, token), D channel, M stream.
 
-Weights, norms and sums are computed in float32 at least (float64 stays float64);
-what goes back into the stream is rounded once, to the stream's dtype.
+Weights, norms and sums are computed in at least float32 (float64 stays float64);
+the result is rounded once, to the stream's dtype.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast off: products that decide weights stay in float32."""
+    """Switch autocast off, so that the products that determine weights stay in float32."""
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
@@ -49,7 +49,7 @@ def rms_parts(v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """u, r and size with u = v / size and v / sqrt(mean(v²) + eps) = r u, in the accumulator's dtype.
 
     size [..., 1] is a power of two near the largest entry, at least 1: no square overflows (1e20 squared is beyond
-    float32), no factor of the gradient underflows, and u and r have the digits that they would have without it.
+    float32), no factor of the gradient underflows, and u and r lose no precision.
     """
     v = wide(v)
     if not v.shape[-1]:
@@ -61,7 +61,7 @@ def rms_parts(v: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def inverse_rms(v: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(v²) + eps) as [..., 1], in the accumulator's dtype; for gradients by torch see `rms_parts`."""
+    """1 / sqrt(mean(v²) + eps) as [..., 1], in the accumulator's dtype; where autograd is needed, use `rms_parts`."""
     _, r, size = rms_parts(v, eps)
     return r / size
 
@@ -75,8 +75,8 @@ def rms_norm(v: Tensor, eps: float) -> Tensor:
 def inverse_norm(v: Tensor, eps: float) -> Tensor:
     """1 / (‖v‖ + eps) as [..., 1], in the accumulator's dtype.
 
-    Vectors are divided by their largest entry first: no square overflows or vanishes. At v = 0, where the norm has a
-    kink, its derivatives count as 0.
+    Vectors are divided by their largest entry first, so that no square overflows or underflows. At v = 0, where the
+    norm is not differentiable, its derivative is taken as 0.
     """
     v = wide(v)
     size = v.detach().abs().amax(-1, keepdim=True).clamp(min=1e-20) if v.shape[-1] else v.new_ones(())
@@ -86,7 +86,7 @@ def inverse_norm(v: Tensor, eps: float) -> Tensor:
 
 
 def unit_key(y: Tensor, eps: float, norm: KeyNorm) -> Tensor:
-    """y over its length, in the accumulator's dtype.
+    """y divided by its length, in the accumulator's dtype.
 
     The length is ‖y‖ + eps ("l2"), √(‖y‖² + eps²) ("l2_squared") or √(‖y‖² + D·eps) ("rms").
     """
@@ -96,7 +96,7 @@ def unit_key(y: Tensor, eps: float, norm: KeyNorm) -> Tensor:
 
 
 def mean_square_eps(y: Tensor, eps: float, norm: KeyNorm) -> float:
-    """What is added to the mean square of y under the root."""
+    """The term that is added to the mean square of y under the root."""
     return eps**2 / y.shape[-1] if norm == "l2_squared" else eps
 
 
@@ -106,7 +106,7 @@ def elu1(x: Tensor) -> Tensor:
 
 
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor:
-    """Σ weights[i] ⊙ tensors[i] with weights that broadcast over channels; None stands for 1."""
+    """Σ weights[i] ⊙ tensors[i] with weights that broadcast over channels; None means 1."""
     parts = (wide(x) if w is None else wide(x) * w for x, w in zip(tensors, weights, strict=True))
     total = functools.reduce(operator.add, parts)
     return total.to(tensors[0].dtype)
@@ -137,7 +137,7 @@ def read_streams(streams: Tensor, weights: Tensor) -> Tensor:
 def write_streams(streams: Tensor, transition: Tensor | None, gain: Tensor, y: Tensor) -> Tensor:
     """streams[i] ← Σ_j transition[..., i, j] streams[j] + gain[..., i] y.
 
-    A transition with one axis less is diagonal, no transition the identity.
+    A transition with one axis fewer is diagonal; None is the identity.
     """
     kept = wide(streams)
     if transition is not None and transition.dim() == gain.dim():
@@ -151,7 +151,7 @@ def write_streams(streams: Tensor, transition: Tensor | None, gain: Tensor, y: T
 def delta_rule(rows: Tensor, erase: Tensor, write: Tensor, beta: Tensor, target: Tensor) -> Tensor:
     """rows[j] ← rows[j] + β (target[j] write − ⟨rows[j], erase⟩ erase): the delta rule along the channels.
 
-    The key enters twice, erasing and writing; they are two arguments so that the rule stays linear in each of
+    The key is used twice, to erase and to write; these are two arguments so that the rule is linear in each of
     (rows, write). rows [..., M, D], erase and write [..., D], beta [..., 1], target [..., M].
     """
     held = wide(rows)

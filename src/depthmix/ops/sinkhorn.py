@@ -1,6 +1,6 @@
-"""Sinkhorn's iteration with a backward pass that runs it again instead of keeping its graph.
+"""Sinkhorn's iteration with a backward pass that recomputes it instead of saving its graph.
 
-Axes: ... any leading shape, M stream, N all tokens, which come last: operations run along them.
+Axes: ... any leading shape, M stream, N all tokens. N is the last axis, so that operations vectorise along it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from depthmix.ops import reference
 from depthmix.ops.backend import plain_wanted
 from depthmix.ops.reference import wide
-from depthmix.ops.streams import replayed
+from depthmix.ops.streams import differentiable_gradients
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float = 0.0) -> Tensor:
@@ -26,7 +26,7 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float = 0.0) -> Tensor:
 
 
 class Sinkhorn(torch.autograd.Function):
-    """Keeps the logits alone: M² numbers a token, not 2·iterations times as many."""
+    """Saves only the logits: M² numbers per token instead of 2·iterations·M²."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, iterations: int, eps: float) -> Tensor:
@@ -41,19 +41,23 @@ class Sinkhorn(torch.autograd.Function):
         (logits,) = ctx.saved_tensors
         iterations, eps = ctx.options
         if torch.is_grad_enabled():
-            return *replayed(lambda x: reference.sinkhorn(x, iterations, eps), (logits,), grad), None, None
+            return (
+                *differentiable_gradients(lambda x: reference.sinkhorn(x, iterations, eps), (logits,), grad),
+                None,
+                None,
+            )
         (_, rows), *steps = half_steps(tokens_last(wide(logits)), iterations, eps)
-        felt = tokens_last(grad).mul(steps[-1][1])  # the gradient of a matrix, times the matrix
-        for axis, matrix in reversed(steps):  # dividing by a sum, with eps or without: the slope of a log-softmax
-            felt.addcmul_(matrix, felt.sum(axis, keepdim=True), value=-1)
+        scaled_grad = tokens_last(grad).mul(steps[-1][1])  # the gradient of a matrix, times the matrix
+        for axis, matrix in reversed(steps):  # dividing by a sum has the gradient of a log-softmax
+            scaled_grad.addcmul_(matrix, scaled_grad.sum(axis, keepdim=True), value=-1)
         if eps:
-            felt.mul_(rows / (rows + eps))
-        felt.addcmul_(rows, felt.sum(1, keepdim=True), value=-1)
-        return tokens_first(felt, logits.shape).to(logits.dtype), None, None
+            scaled_grad.mul_(rows / (rows + eps))
+        scaled_grad.addcmul_(rows, scaled_grad.sum(1, keepdim=True), value=-1)
+        return tokens_first(scaled_grad, logits.shape).to(logits.dtype), None, None
 
 
 def half_steps(logits: Tensor, iterations: int, eps: float) -> Iterator[tuple[int, Tensor]]:
-    """The softmax of the rows, then the matrix [M, M, N] after each half-step; with the axis that was summed."""
+    """The softmax of the rows, then the matrix [M, M, N] after each half-step, each with the axis that was summed."""
     log = torch.log_softmax(logits, 1)
     yield 1, (matrix := log.exp())
     if eps:
@@ -62,9 +66,9 @@ def half_steps(logits: Tensor, iterations: int, eps: float) -> Iterator[tuple[in
             axis = (step + 1) % 2
             yield axis, (matrix := matrix / (matrix.sum(axis, keepdim=True) + eps))
         return
-    log = log - log.logsumexp(0, keepdim=True)  # a column may underflow as a whole
+    log = log - log.logsumexp(0, keepdim=True)  # a whole column may underflow
     yield 0, (matrix := log.exp())
-    for step in range(2, 2 * iterations):  # from here on sums lie between 1/M² and M: no largest entry to take out
+    for step in range(2, 2 * iterations):  # sums now lie between 1/M² and M: no need to subtract the maximum
         axis = (step + 1) % 2
         log = log - matrix.sum(axis, keepdim=True).log_()
         yield axis, (matrix := log.exp())

@@ -1,7 +1,7 @@
-"""Reads and writes of streams, norms under projections: forms that keep their inputs and a few numbers a token.
+"""Reads and writes of streams, and projections of norms, that save only their inputs and a few numbers per token.
 
-Each equals its plain form to rounding; nothing of width D is kept between forward and backward but the inputs
-themselves, by reference. Products over streams are batched [M, M] x [M, D] products.
+Each equals its plain form to rounding. The only tensors of width D saved for the backward pass are references to the
+inputs. Products over streams are batched [M, M] x [M, D] products.
 
 Axes: ... any leading shape, D channel, H head, M stream, R row of a projection.
 """
@@ -20,7 +20,7 @@ from depthmix.ops.reference import accumulator, full_precision, wide
 
 
 def normed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float) -> Tensor:
-    """weight @ norm(x) + bias for weight [R, D], in the accumulator's dtype; norm(x) itself is never made."""
+    """weight @ norm(x) + bias for weight [R, D], in the accumulator's dtype; norm(x) itself is never materialised."""
     if plain_wanted():
         return reference.linear(reference.rms_norm(x, eps), weight, bias)
     z: Tensor = NormedLinear.apply(x, weight, eps)
@@ -46,7 +46,7 @@ def read_streams(streams: Tensor, weights: Tensor) -> Tensor:
 def write_streams(streams: Tensor, transition: Tensor | None, gain: Tensor, y: Tensor) -> Tensor:
     """streams[i] ← Σ_j transition[..., i, j] streams[j] + gain[..., i] y.
 
-    A transition with one axis less is diagonal, no transition the identity.
+    A transition with one axis fewer is diagonal; None is the identity.
     """
     if plain_wanted():
         return reference.write_streams(streams, transition, gain, y)
@@ -55,15 +55,15 @@ def write_streams(streams: Tensor, transition: Tensor | None, gain: Tensor, y: T
 
 
 def weighted_sum(tensors: Sequence[Tensor], weights: Sequence[Tensor | None]) -> Tensor:
-    """Σ weights[i] ⊙ tensors[i] with weights that broadcast over channels; None stands for 1."""
-    if plain_wanted() or not any(w is not None for w in weights):  # a bare sum keeps nothing anyway
+    """Σ weights[i] ⊙ tensors[i] with weights that broadcast over channels; None means 1."""
+    if plain_wanted() or not any(w is not None for w in weights):  # a plain sum saves nothing anyway
         return reference.weighted_sum(tensors, weights)
     out: Tensor = WeightedSum.apply(len(tensors), *tensors, *weights)
     return out
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """`reference.inverse_rms`, in one pass where no square overflows; asking that is free on a CPU only."""
+    """`reference.inverse_rms`, in one pass where no square overflows; checking that is cheap only on a CPU."""
     if x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter):
         square = torch.linalg.vector_norm(wide(x), dim=-1, keepdim=True).square_()
         if bool(square.isfinite().all()):
@@ -72,9 +72,9 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 def norm_factors(x: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    """u and r with norm(x) = r u and no underflow of r · rstd: x and rstd themselves (no pass over x) where that holds.
+    """u and r with norm(x) = r u, where r · rstd does not underflow: x and rstd (no pass over x) if possible.
 
-    Asking whether it holds is free on a CPU only.
+    Checking whether that is possible is cheap only on a CPU.
     """
     plain = x.device.type == "cpu" and type(x) in (Tensor, torch.nn.Parameter)
     if plain and bool((rstd > torch.finfo(rstd.dtype).tiny ** 0.25).all()):
@@ -87,16 +87,18 @@ def plain_head_products(x: Tensor, weight: Tensor, head_dim: int, eps: float) ->
     return (u * weight * u).unflatten(-1, (-1, head_dim)).sum(-1)
 
 
-def replayed(plain: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of the plain form with a graph of their own: its derivative is the second one."""
+def differentiable_gradients(
+    plain: Callable[..., Tensor], inputs: Sequence[Tensor | None], grad: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the plain form, with a graph: differentiating it gives the second derivatives."""
     with torch.enable_grad():
         wanted = [t for t in inputs if t is not None and t.requires_grad]
         gradients = iter(torch.autograd.grad(plain(*inputs), wanted, grad, create_graph=True, allow_unused=True))
     return tuple(next(gradients) if t is not None and t.requires_grad else None for t in inputs)
 
 
-def together(*tensors: Tensor | None) -> torch.dtype:
-    """The dtype in which all of these are accumulated."""
+def common_accumulator(*tensors: Tensor | None) -> torch.dtype:
+    """The dtype in which operations on all these tensors are accumulated."""
     dtype = torch.float32
     for t in tensors:
         dtype = dtype if t is None else torch.promote_types(dtype, accumulator(t.dtype))
@@ -104,22 +106,22 @@ def together(*tensors: Tensor | None) -> torch.dtype:
 
 
 def like(grad: Tensor, tensor: Tensor) -> Tensor:
-    """A gradient as its tensor is: summed where the tensor was broadcast, rounded once."""
+    """A gradient in its tensor's shape and dtype: summed where the tensor was broadcast, rounded once."""
     return grad.sum_to_size(tensor.shape).to(tensor.dtype)
 
 
 def rows(weights: Tensor, streams: Tensor) -> Tensor:
-    """Weights [..., M] as matrices [..., 1, M] that multiply streams; spread out here, or matmul would move streams."""
+    """Weights [..., M] as matrices [..., 1, M] that multiply streams; expanded, or matmul would copy the streams."""
     return weights.expand(torch.broadcast_shapes(weights.shape, streams.shape[:-1])).unsqueeze(-2)
 
 
 def dots(streams: Tensor, vector: Tensor) -> Tensor:
-    """⟨streams[..., m, :], vector⟩ as [..., M]; a row times a matrix is several times faster than the other order."""
+    """⟨streams[..., m, :], vector⟩ as [..., M]; row times matrix is several times faster than matrix times column."""
     return (vector.unsqueeze(-2) @ streams.mT).squeeze(-2)
 
 
 class NormedLinear(torch.autograd.Function):
-    """z = r (W x) with r = 1/rms(x). Keeps x, W, r and z."""
+    """z = r (W x) with r = 1/rms(x). Saves x, W, r and z."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -134,7 +136,7 @@ class NormedLinear(torch.autograd.Function):
         x, weight, rstd, z = ctx.saved_tensors
         if torch.is_grad_enabled():
             plain = lambda x, weight: reference.linear(reference.rms_norm(x, ctx.eps), weight)  # noqa: E731
-            return (*replayed(plain, (x, weight), grad), None)
+            return (*differentiable_gradients(plain, (x, weight), grad), None)
         u, r = norm_factors(x, rstd)
         of_x = of_weight = None
         with full_precision(x.device):
@@ -148,7 +150,7 @@ class NormedLinear(torch.autograd.Function):
 
 
 class HeadProducts(torch.autograd.Function):
-    """s_h = Σ_{d in h} w_d u_d² with u = norm(x). Keeps x, w, 1/rms(x) and s."""
+    """s_h = Σ_{d in h} w_d u_d² with u = norm(x). Saves x, w, 1/rms(x) and s."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, head_dim: int, eps: float) -> Tensor:
@@ -165,7 +167,7 @@ class HeadProducts(torch.autograd.Function):
         head_dim, eps = ctx.options
         if torch.is_grad_enabled():
             plain = lambda x, weight: plain_head_products(x, weight, head_dim, eps)  # noqa: E731
-            return (*replayed(plain, (x, weight), grad), None, None)
+            return (*differentiable_gradients(plain, (x, weight), grad), None, None)
         u = (wide(x) * rstd).unflatten(-1, (-1, head_dim))  # [..., H, D/H]
         slope = grad.unsqueeze(-1)
         of_weight = like((u.square() * slope).flatten(-2), weight)
@@ -176,19 +178,19 @@ class HeadProducts(torch.autograd.Function):
 
 
 class ReadStreams(torch.autograd.Function):
-    """Keeps the streams and the weights."""
+    """Saves the streams and the weights."""
 
     @staticmethod
     def forward(ctx: Any, streams: Tensor, weights: Tensor) -> Tensor:
         ctx.save_for_backward(streams, weights)
-        dtype = together(streams, weights)
+        dtype = common_accumulator(streams, weights)
         with full_precision(streams.device):
             return (rows(weights.to(dtype), streams) @ streams.to(dtype)).squeeze(-2).detach().to(streams.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         streams, weights = ctx.saved_tensors
-        dtype = together(streams, weights)
+        dtype = common_accumulator(streams, weights)
         g, of_streams, of_weights = grad.to(dtype), None, None
         with full_precision(streams.device):
             if ctx.needs_input_grad[0]:
@@ -199,26 +201,26 @@ class ReadStreams(torch.autograd.Function):
 
 
 class WriteStreams(torch.autograd.Function):
-    """Keeps the streams before the write, y and the coefficients."""
+    """Saves the streams before the write, y and the coefficients."""
 
     @staticmethod
     def forward(ctx: Any, streams: Tensor, transition: Tensor | None, gain: Tensor, y: Tensor) -> Tensor:
         ctx.save_for_backward(streams, transition, gain, y)
-        dtype = together(streams, transition, gain, y)
+        dtype = common_accumulator(streams, transition, gain, y)
         with full_precision(streams.device):
-            kept = moved(streams.to(dtype), transition, gain)
+            kept = apply_transition(streams.to(dtype), transition, gain)
         return torch.addcmul(kept, gain.to(dtype).unsqueeze(-1), y.to(dtype).unsqueeze(-2)).to(streams.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         streams, transition, gain, y = ctx.saved_tensors
-        dtype = together(streams, transition, gain, y)
+        dtype = common_accumulator(streams, transition, gain, y)
         g = grad.to(dtype)
         of_streams = of_transition = of_gain = of_y = None
         with full_precision(streams.device):
             if ctx.needs_input_grad[0]:
                 back = transition if transition is None or transition.dim() == gain.dim() else transition.mT
-                of_streams = like(moved(g, back, gain), streams)
+                of_streams = like(apply_transition(g, back, gain), streams)
             if transition is not None and ctx.needs_input_grad[1]:
                 held = streams.to(dtype)
                 diagonal = transition.dim() == gain.dim()
@@ -230,8 +232,8 @@ class WriteStreams(torch.autograd.Function):
         return of_streams, of_transition, of_gain, of_y
 
 
-def moved(streams: Tensor, transition: Tensor | None, gain: Tensor) -> Tensor:
-    """The streams under a transition of any of its three kinds."""
+def apply_transition(streams: Tensor, transition: Tensor | None, gain: Tensor) -> Tensor:
+    """The streams after a transition: a matrix, a diagonal or None for the identity."""
     if transition is None:
         return streams
     transition = transition.to(streams.dtype)
@@ -242,7 +244,7 @@ def moved(streams: Tensor, transition: Tensor | None, gain: Tensor) -> Tensor:
 
 
 class WeightedSum(torch.autograd.Function):
-    """Keeps the weights and the tensors that have one."""
+    """Saves the weights and the tensors that have one."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *inputs: Tensor | None) -> Tensor:
@@ -259,7 +261,7 @@ class WeightedSum(torch.autograd.Function):
         of_tensors: list[Tensor | None] = []
         of_weights: list[Tensor | None] = []
         for i, (x, w, (shape, dtype)) in enumerate(zip(tensors, weights, ctx.layouts, strict=True)):
-            own, weight = ctx.needs_input_grad[1 + i], ctx.needs_input_grad[1 + ctx.count + i]
-            of_tensors.append((g if w is None else g * w).sum_to_size(shape).to(dtype) if own else None)
-            of_weights.append(like(g * x, w) if weight else None)
+            of_tensor, of_weight = ctx.needs_input_grad[1 + i], ctx.needs_input_grad[1 + ctx.count + i]
+            of_tensors.append((g if w is None else g * w).sum_to_size(shape).to(dtype) if of_tensor else None)
+            of_weights.append(like(g * x, w) if of_weight else None)
         return (None, *of_tensors, *of_weights)

@@ -1,4 +1,4 @@
-"""Many runs, compared: arms, runs as processes, statistics, scaling laws, and the pages that tell of them."""
+"""Comparisons of many runs: arms, runs as processes, statistics, scaling laws, and their pages."""
 
 from depthmix.studies.arms import Arm, Grid, Size, make_arms
 from depthmix.studies.comparison import Comparison, compare, read_run

@@ -18,13 +18,12 @@ from depthmix.training.diagnostics import least_interval
 from depthmix.training.dial import learning_rate
 from depthmix.training.overrides import check_excluding, override_all
 
-TIMES_PER_RUN = {
-    "validate_every": 25,
-    "depth_every": 10,
-    "checkpoint_every": 10,
-}  # of a run, where nothing else is asked for
+TIMES_PER_RUN = {"validate_every": 25, "depth_every": 10, "checkpoint_every": 10}  # defaults
+FEWEST_VALIDATIONS = 4  # of a run, however short: fewer make no curve
 FILES_KEPT = {"keep": 1, "snapshot_every": 0}
-Budget = Callable[[TrainConfig, float], float]  # tokens of a size: from its baseline's configuration and its own wish
+Budget = Callable[
+    [TrainConfig, float], float
+]  # tokens of a size, from its baseline's configuration and the tokens requested for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class Size:
 
     @classmethod
     def of(cls, text: str) -> Size:
-        """From "24x128", or "24" for the dial alone."""
+        """Parse "24x128", or "24", whose width the dial derives."""
         match = re.fullmatch(r"(\d+)(?:x(\d+))?", text.strip())
         if match is None:
             raise ValueError(f"size {text!r}; expected DEPTHxDIM such as 24x128, or DEPTH alone")
@@ -48,16 +47,16 @@ class Size:
 class Arm:
     label: str
     baseline: str | None  # the arm that it is compared with
-    mixer: str  # what it is apart from its size
+    mixer: str  # its label without the size
     size: Size
-    config: TrainConfig  # of its seed 0; the folder is not decided here
+    config: TrainConfig  # with seed 0; the folder is set later
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
     """What a study varies, and what it fixes."""
 
-    mixers: Sequence[str]  # the first is the baseline; a name that comes again is a control, "residual again"
+    mixers: Sequence[str]  # the first is the baseline; a repeated name is a control, "residual again"
     sizes: Sequence[Size]
     sweeps: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)  # values by dotted key
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for all arms
@@ -77,7 +76,7 @@ class Grid:
         data: str = "stdlib",
         tokenizer: str = "bytes",
     ) -> Grid:
-        """From texts such as mixer.block_sublayers=2,4 (`sweep`), run.steps=9 (`settings`), residual=1e-3 (`rates`)."""
+        """Parse mixer.block_sublayers=2,4 (`sweep`), run.steps=9 (`settings`), residual=1e-3 (`rates`) and the like."""
         sweeps: dict[str, Sequence[str]] = {}
         for key, values in map(parse_sweep, sweep):
             if key in sweeps:
@@ -97,12 +96,12 @@ class Grid:
 
 
 def make_arms(grid: Grid, budget: Budget | None = None, *, across_sizes: bool = True) -> list[Arm]:
-    """Every arm of a grid. A key that only some mechanisms have (mixer.block_sublayers) varies these alone.
+    """All arms of a grid. A key that only some mechanisms have (mixer.block_sublayers) varies only these.
 
     Args:
-        grid: see there.
-        budget: tokens of a size; None: as run.steps says, or the dial's 20 for each parameter.
-        across_sizes: compare the baseline of each further size with the first one's.
+        grid: what the study varies and what it fixes.
+        budget: tokens of a size; None: those of run.steps, or the dial's 20 per parameter.
+        across_sizes: compare the baseline of each further size with that of the first size.
     """
     check_keys(grid)
     arms: list[Arm] = []
@@ -111,8 +110,8 @@ def make_arms(grid: Grid, budget: Budget | None = None, *, across_sizes: bool = 
         tokens = 0.0
         for name, config in variants(grid, size):
             if first is None:
-                asked = asked_tokens(grid, config)
-                tokens = asked if budget is None else budget(config, asked)
+                requested = requested_tokens(grid, config)
+                tokens = requested if budget is None else budget(config, requested)
             label = unused_label(f"{name} {size}" if len(grid.sizes) > 1 else name, {arm.label for arm in arms})
             baseline = first or (arms[0] if arms and across_sizes else None)
             arm = Arm(
@@ -137,34 +136,33 @@ def unused_label(name: str, used: Collection[str]) -> str:
 
 
 def equal_compute(tokens: float | None) -> Budget:
-    """`tokens` for the first size (None: its own wish), and for the others so many that the FLOPs are the same."""
+    """`tokens` for the first size (None: those requested); for the others, as many as take the same FLOPs."""
     spent: list[float] = []
 
-    def budget(config: TrainConfig, asked: float) -> float:
+    def budget(config: TrainConfig, requested: float) -> float:
         each = flops_per_token(config.model, config.data.tokens_per_row)
         if not spent:
-            spent.append(each * (asked if tokens is None else tokens))
+            spent.append(each * (requested if tokens is None else tokens))
         return spent[0] / each
 
     return budget
 
 
 def per_parameter(tokens: float) -> Budget:
-    """So many tokens for each parameter that a token uses, without embeddings."""
-    return lambda config, asked: tokens * count_parameters(config.model).active_without_embeddings
+    """`tokens` per active parameter, without embeddings."""
+    return lambda config, requested: tokens * count_parameters(config.model).active_without_embeddings
 
 
-def asked_tokens(grid: Grid, config: TrainConfig) -> float:
+def requested_tokens(grid: Grid, config: TrainConfig) -> float:
     return config.run.steps * config.tokens_per_step if "run.steps" in grid.settings else per_parameter(20)(config, 0)
 
 
 def variants(grid: Grid, size: Size) -> Iterator[tuple[str, TrainConfig]]:
-    """Name and configuration of every mechanism with every choice of the options that it has."""
+    """Name and configuration of every mechanism, with every combination of the swept options that it has."""
     for mixer in grid.mixers:
         model: dict[str, Any] = {} if size.dim is None else {"dim": size.dim}
-        config = TrainConfig.from_dial(
-            size.depth, mixer, tokenizer=grid.tokenizer, tokens=1, **model
-        )  # steps come later
+        # The number of steps is set later.
+        config = TrainConfig.from_dial(size.depth, mixer, tokenizer=grid.tokenizer, tokens=1, **model)
         config = override(config, "data.source", grid.data)
         config = override_all(config, grid.settings.items(), applies)
         rate = grid.rates.get(mixer)
@@ -173,14 +171,14 @@ def variants(grid: Grid, size: Size) -> Iterator[tuple[str, TrainConfig]]:
         keys = [key for key in grid.sweeps if applies(config, key)]
         for values in itertools.product(*(grid.sweeps[key] for key in keys)):
             varied = override_all(config, zip(keys, values, strict=True))
-            if derived:  # each optimiser has its own
+            if derived:  # it depends on the optimiser
                 varied = with_changes(varied, learning_rate(varied.model.dim, varied.optimizer.name))
             words = [f"{key.rsplit('.', 1)[-1]}={value}" for key, value in zip(keys, values, strict=True)]
             yield " ".join([mixer, *words]), varied
 
 
 def applies(config: TrainConfig, key: str) -> bool:
-    """Whether an option of a mechanism belongs to the one that is here; every other key applies to all."""
+    """Whether the mechanism of `config` has the option `key`; keys that are not options of mechanisms always apply."""
     path = key.removeprefix("model.").split(".")
     if path[0] not in ("mixer", "kv_mixer") or len(path) == 1:
         return True
@@ -195,7 +193,7 @@ def check_keys(grid: Grid) -> None:
     if not grid.mixers or not grid.sizes:
         raise ValueError("a study needs at least one mechanism and one size")
     if len(set(grid.sizes)) < len(grid.sizes):
-        raise ValueError(f"sizes {', '.join(map(str, grid.sizes))}; expected each once")
+        raise ValueError(f"sizes {', '.join(map(str, grid.sizes))}; expected each size once")
     bases = [TrainConfig.from_dial(2, mixer, tokenizer=grid.tokenizer, tokens=1) for mixer in grid.mixers]
     for config in bases:
         check_excluding(config, (*grid.sweeps, *grid.settings))
@@ -203,26 +201,41 @@ def check_keys(grid: Grid) -> None:
         if not any(applies(config, key) for config in bases):
             raise ValueError(f"{key}: none of {', '.join(grid.mixers)} has this option")
         if key in ("run.seed", "run.folder"):
-            raise ValueError(f"{key} is the study's own; choose --seeds and --folder")
+            raise ValueError(f"{key} is set by the study; use --seeds and --folder")
         if key in grid.sweeps and key.removeprefix("run.") in (*TIMES_PER_RUN, *FILES_KEPT, "steps"):
             raise ValueError(f"{key} is not varied between arms; expected it in --set, the same for all")
         if key in grid.sweeps and key in grid.settings:
             raise ValueError(f"{key} is both varied and set; expected one of them")
     for mixer in grid.rates:
         if mixer not in grid.mixers:
-            raise ValueError(f"a learning rate for {mixer!r}; expected one of the arms: {', '.join(grid.mixers)}")
+            raise ValueError(
+                f"a learning rate is given for {mixer!r}; expected one of the arms: {', '.join(grid.mixers)}"
+            )
         if "optimizer.lr" in (*grid.sweeps, *grid.settings):
-            raise ValueError(f"a learning rate for {mixer} beside optimizer.lr for all arms; expected one of them")
+            raise ValueError(
+                f"a learning rate is given for {mixer}, and optimizer.lr for all arms; expected only one of them"
+            )
 
 
 def with_tokens(config: TrainConfig, tokens: float, settings: Mapping[str, str]) -> TrainConfig:
-    """So many steps that they hold `tokens`, and as many looks as a curve needs, unless told otherwise."""
+    """Set the steps that `tokens` take, and the intervals of measurements unless `settings` have them."""
     if not 0 < tokens < math.inf:
         raise ValueError(f"{tokens:g} tokens for a run; expected a number above 0")
     steps = max(1, round(tokens / config.tokens_per_step))
-    every = {name: max(1, steps // count) for name, count in TIMES_PER_RUN.items()} | FILES_KEPT
+    times = {**TIMES_PER_RUN, "validate_every": count_validations(config, steps)}
+    every = {name: max(1, steps // count) for name, count in times.items()} | FILES_KEPT
     every["depth_every"] = max(every["depth_every"], least_interval(config.tokens_per_step))
     return with_changes(config, steps=steps, **{k: v for k, v in every.items() if f"run.{k}" not in settings})
+
+
+def count_validations(config: TrainConfig, steps: int) -> int:
+    """How often a run is validated: at most about a quarter of its time goes into it.
+
+    A forward pass takes about a third of a step's time, so validation may read as many tokens as training.
+    """
+    tokens = config.run.validate_batches * config.data.rows * config.data.tokens_per_row
+    affordable = steps * config.tokens_per_step // tokens
+    return min(TIMES_PER_RUN["validate_every"], max(FEWEST_VALIDATIONS, affordable))
 
 
 def with_changes(config: TrainConfig, lr: float | None = None, **run: Any) -> TrainConfig:
@@ -232,19 +245,19 @@ def with_changes(config: TrainConfig, lr: float | None = None, **run: Any) -> Tr
 
 
 def parse_sweep(text: str) -> tuple[str, list[str]]:
-    """Of "mixer.block_sublayers=1,2,4,8"."""
+    """Parse "mixer.block_sublayers=1,2,4,8"."""
     example = "mixer.block_sublayers=1,2,4,8"
     key, listed = split_pair(text, example)
     values = [value.strip() for value in listed.split(",")]
     if not all(values):
         raise ValueError(f"{text!r}; expected KEY=VALUE,VALUE such as {example}")
     if len(set(values)) < len(values):
-        raise ValueError(f"{text!r} names a value twice")
+        raise ValueError(f"{text!r} has a value twice; expected each once")
     return key, values
 
 
 def parse_rate(text: str) -> tuple[str, float]:
-    """Of "residual=1.5e-3"."""
+    """Parse "residual=1.5e-3"."""
     try:
         mixer, rate = split_pair(text, "residual=1.5e-3")
         value = float(rate)

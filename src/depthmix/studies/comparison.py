@@ -1,4 +1,4 @@
-"""What trained runs say about mechanisms: paired differences, speed-ups, crossings, and a verdict in a sentence.
+"""What trained runs show about mechanisms: paired differences, speed-ups, crossings, and a verdict in one sentence.
 
 Pure functions over the validation curves of finished runs. An arm is one way to train; runs of two arms with the same
 seed are a pair (the same order of the data, the same initial weights where shapes agree), and only pairs are compared.
@@ -18,9 +18,9 @@ from depthmix.support.files import format_of, read_lines, read_object
 
 Axis = Literal["tokens", "seconds", "flops"]
 AXES: dict[Axis, str] = {"tokens": "tokens", "seconds": "wall-clock", "flops": "compute"}
-MARGIN = 0.03  # where a control's tokens/s differ from its baseline's by more, no ratio of tokens/s is decided
-AGAIN = "Remove this run's folder, and the same command makes it again"
-SPREAD = 1.1  # nor where the largest ratio of a seed is more than so many times the smallest
+MARGIN = 0.03  # if a control's tokens/s differ from its baseline's by more, ratios of tokens/s are undecided
+SPREAD = 1.1  # and so they are if the largest ratio of a seed is more than this many times the smallest
+AGAIN = "Remove this run's folder; the same command then trains it again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +61,11 @@ def read_run(folder: Path, *, arm: str, seed: int, lr: float) -> Run:
     lines = [line for line in recorded if line.get("kind") == "validation"]
     for line in lines:
         if missing := [name for name in ("tokens", "seconds", "loss") if name not in line]:
-            raise ValueError(f"{path} is damaged: a validation lacks {', '.join(missing)}. {AGAIN}")
+            raise ValueError(f"{path} is damaged: a validation line lacks {', '.join(missing)}. {AGAIN}")
         check_numbers(path, line, ("tokens", "seconds", "loss"))
     points = [line for line in lines if line["tokens"] > 0]
     if not points:
-        raise ValueError(f"{path} holds no validation; expected one at the end of the run at least. {AGAIN}")
+        raise ValueError(f"{path} has no validation; expected at least one, at the end of the run. {AGAIN}")
     return Run(
         arm=arm,
         seed=seed,
@@ -105,11 +105,12 @@ class Row:
     seeds: tuple[int, ...]  # those that both have
     difference: Estimate | None = None  # of the final validation loss; below 0: the arm is better
     speed_ups: Mapping[Axis, Estimate | None] = field(default_factory=dict)
-    unknown: str = ""  # why the curves cannot tell what a token, a second or a FLOP is worth
+    unknown: str = ""  # why the curves do not show what a token, a second or a FLOP is worth
     needed: Mapping[Axis, float | None] = field(default_factory=dict)  # by the baseline, mean; None: beyond, or unknown
     crossings: Mapping[Axis, list[Crossing]] = field(default_factory=dict)
     tokens_per_second: Estimate | None = None
-    undecided: str = ""  # why tokens/s and wall-clock say nothing here
+    control: float | None = None  # how far the tokens/s of the baseline's control are from 1; None: there is no control
+    undecided: str = ""  # why tokens/s and wall-clock decide nothing here
     memory: Estimate | None = None
     parameters: float | None = None
     verdict: str = ""
@@ -135,12 +136,12 @@ class Comparison:
 def compare(runs: Sequence[Run], baselines: Mapping[str, str], controls: Collection[str] = ()) -> Comparison:
     """Each arm of `baselines` against the arm that it names, over the seeds that both have finished.
 
-    `controls` are arms that are their baseline once more: what their speed differs by is the machine's doing.
+    `controls` are arms that repeat their baseline: any difference in their speed is due to the machine.
     """
     by_arm: dict[str, dict[int, Run]] = {}
     for run in runs:
         if not all(map(math.isfinite, run.losses)):
-            raise ValueError(f"{run.arm}, seed {run.seed}: a validation loss is not finite; leave this run out")
+            raise ValueError(f"{run.arm}, seed {run.seed}: a validation loss is not finite; exclude this run")
         if run.seed in by_arm.setdefault(run.arm, {}):
             raise ValueError(f"{run.arm} has two runs with seed {run.seed}; expected one")
         by_arm[run.arm][run.seed] = run
@@ -162,16 +163,16 @@ def speed_ratio(pairs: Sequence[tuple[Run, Run]]) -> Estimate:
 
 
 def undecided_reason(speed: Estimate, deviation: float | None) -> str:
-    """Each run is a process at a time of its own: what else the machine did is in its tokens/s."""
+    """Runs are separate processes at different times, so tokens/s include what else the machine did."""
     if deviation is not None and deviation > MARGIN:
-        return f"a control is off by {deviation:.2f}"
+        return f"a control differs by {deviation:.2f}"
     low, high = min(speed.values), max(speed.values)
-    return f"{low:.2f} to {high:.2f} over seeds" if high > SPREAD * low else ""
+    return f"{low:.2f} to {high:.2f} across seeds" if high > SPREAD * low else ""
 
 
 def make_row(arm: str, base: str, pairs: Sequence[tuple[Run, Run]], deviation: float | None) -> Row:
     if not pairs:
-        verdict = f"{arm}: no statement, because no seed was finished by it and by {base}."
+        verdict = f"{arm}: no statement, because it and {base} have no completed seed in common."
         return Row(arm=arm, baseline=base, seeds=(), verdict=verdict)
     difference = estimate([a.final - b.final for a, b in pairs])
     unknown = unknown_reason(pairs)
@@ -189,6 +190,7 @@ def make_row(arm: str, base: str, pairs: Sequence[tuple[Run, Run]], deviation: f
         needed={axis: needed(pairs, axis) for axis in AXES},
         crossings={axis: crossings(pairs, axis) for axis in AXES},
         tokens_per_second=speed,
+        control=deviation,
         undecided=reason,
         memory=memory,
         parameters=pairs[0][0].parameters / pairs[0][1].parameters,
@@ -203,16 +205,16 @@ def make_row(arm: str, base: str, pairs: Sequence[tuple[Run, Run]], deviation: f
 
 
 def unknown_reason(pairs: Sequence[tuple[Run, Run]]) -> str:
-    """A run that has the other's final loss at its first validation got there at a point that nobody looked at."""
+    """A run that has the other's final loss at its first validation reached it at a point that was not observed."""
     if any(min(len(arm.losses), len(base.losses)) == 1 for arm, base in pairs):
         return "a run was validated only once"
     if any(max(run.losses) <= max(arm.final, base.final) for arm, base in pairs for run in (arm, base)):
-        return "a run had the other's final loss before its first validation"
+        return "a run had reached the other's final loss before its first validation"
     return ""
 
 
 def reached(target: float, xs: Sequence[float], losses: Sequence[float]) -> float | None:
-    """Where a curve gets to `target` for good, between its points by straight lines; None: beyond the run."""
+    """Where a curve falls to `target` and stays there, by linear interpolation; None: not within the run."""
     above = [i for i, loss in enumerate(losses) if loss > target]
     if not above:
         return xs[0]
@@ -250,7 +252,7 @@ def needed(pairs: Sequence[tuple[Run, Run]], axis: Axis) -> float | None:
 
 
 def crossings(pairs: Sequence[tuple[Run, Run]], axis: Axis) -> list[Crossing]:
-    """Where the mean curves change places.
+    """Where the mean curves cross.
 
     With several seeds a side counts only once the paired interval excludes 0, so noise around 0 is no crossing.
     """
@@ -284,33 +286,47 @@ def zero_of(points: Sequence[tuple[float, float]]) -> float:
 
 def describe_cost(base: str, speed: Estimate, undecided: str, memory: Estimate) -> str:
     if undecided:
-        return f"it takes {memory.mean:.2f} times {base}'s memory; tokens/s: undecided ({undecided})"
-    return f"it trained at {speed.mean:.2f} times {base}'s tokens/s in {memory.mean:.2f} times its memory"
+        return f"it used {memory.mean:.2f} times {base}'s memory; tokens/s: undecided ({undecided})"
+    return (
+        f"it trained at {speed.mean:.2f} times {base}'s tokens/s{in_brackets(speed)} "
+        f"and used {memory.mean:.2f} times its memory"
+    )
 
 
 def describe_worth(base: str, speed_up: Estimate | None, unknown: str) -> str:
     if unknown:
-        return f"; what a token is worth cannot be told ({unknown})"
-    return "" if speed_up is None else f", and a token is worth {speed_up.mean:.2f} of {base}'s"
+        return f"; what a token is worth cannot be determined ({unknown})"
+    if speed_up is None:
+        return ""
+    return f", and one of its tokens is worth {speed_up.mean:.2f} of {base}'s{in_brackets(speed_up)}"
+
+
+def interval_of(e: Estimate | None, form: str) -> str:
+    """From its lower to its upper end; nothing where there is no interval."""
+    return "" if e is None or e.low is None or e.high is None else f"{e.low:{form}} to {e.high:{form}}"
+
+
+def in_brackets(e: Estimate) -> str:
+    words = interval_of(e, ".2f")
+    return f" ({CONFIDENCE:.0%} interval {words})" if words else ""
 
 
 def verdict_of(arm: str, base: str, difference: Estimate, worth: str, cost: str) -> str:
-    """One sentence, which says "no difference" where that is so."""
+    """One sentence, with the interval and the number of seeds that it rests on."""
     size, n = f"{abs(difference.mean):.4f}", len(difference.values)
     side = "lower" if difference.mean < 0 else "higher"
     if not any(difference.values):
-        return f"{arm}: no difference from {base}; the final losses are equal to the last bit in {seeds_of(n)}; {cost}."
-    if difference.low is None or difference.high is None:
-        return (
-            f"{arm}: one seed: no statement about significance; its final loss is {size} {side} than {base}'s; {cost}."
-        )
-    interval = f"{CONFIDENCE:.0%} interval {difference.low:+.4f} to {difference.high:+.4f}, {seeds_of(n)}"
+        return f"{arm}: no difference from {base}; the final losses are bitwise equal in {seeds_of(n)}; {cost}."
+    if difference.low is None:
+        words = "one seed, so no statement about significance"
+        return f"{arm}: its final loss is {size} {side} than {base}'s ({words}); {cost}."
+    interval = f"{CONFIDENCE:.0%} interval {interval_of(difference, '+.4f')}, {seeds_of(n)}"
     if not difference.excludes(0):
         return (
             f"{arm}: no difference from {base} was found ({difference.mean:+.4f}, {interval}); a true difference "
             f"of {difference.visible:.4f} would be detected with {POWER:.0%} power, a smaller one less often; {cost}."
         )
-    return f"{arm}: a final loss {size} {side} than {base}'s ({interval}){worth}; {cost}."
+    return f"{arm}: its final loss is {size} {side} than {base}'s ({interval}){worth}; {cost}."
 
 
 def seeds_of(n: int) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of a comparison and of a scaling study. Needs matplotlib: pip install 'depthmix[report]'."""
+"""Figures of a comparison and of a scaling study. Needs matplotlib: pip install 'depthmix[figures]'."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from depthmix.studies.comparison import Axis, Comparison, Row, Run
 from depthmix.studies.depth import CURVES, curve
 from depthmix.studies.statistics import Estimate, estimate, interpolate
 
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # told apart by everyone
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # safe for colour blindness
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", ":", "-.")
 POINTS = 61  # on a mean curve
 BARS = 6  # on a curve of differences
 UNITS: dict[Axis, tuple[str, float]] = {
     "tokens": ("tokens (millions)", 1e6),
-    "seconds": ("seconds of training, whatever else the machine did", 1.0),
+    "seconds": ("seconds of training, including other load on the machine", 1.0),
     "flops": ("compute (PFLOP)", 1e15),
 }
 Sweeps = Mapping[str, Mapping[float, float | None]]  # of an arm: final loss by learning rate, None where a run failed
 
 
 def draw_comparison(comparison: Comparison, sweeps: Sweeps, folder: Path) -> dict[str, Path]:
-    """Every picture that there is something for, by its name."""
+    """Every figure that there is data for, by its name."""
     figures = {
         "tokens": draw_curves(comparison, "tokens"),
         "seconds": draw_curves(comparison, "seconds"),
@@ -67,7 +67,7 @@ def draw_curves(comparison: Comparison, axis: Axis) -> Any:
         above.plot([x / unit for x in grid], values, linewidth=1.6, label=arm, **look)
     late = [loss for run in comparison.runs for loss in run.losses[len(run.losses) // 5 :]]
     above.set_ylim(*around(late))  # the fall of the first fifth would flatten the rest
-    above.set_ylabel("validation loss (nats a token)")
+    above.set_ylabel("validation loss (nats per token)")
     for below in rest:
         draw_paired(below, comparison, rows, axis)
     (above, *rest)[-1].set_xlabel(label)
@@ -204,7 +204,7 @@ def draw_sweeps(sweeps: Sweeps) -> Any:
     axis.set_xscale("log")
     axis.set_xticks(ticks, [f"{lr:g}" for lr in ticks])
     axis.minorticks_off()
-    axis.set_xlabel("learning rate of short runs (filled: taken for the long ones)")
+    axis.set_xlabel("learning rate of short runs (filled: chosen for the long ones)")
     axis.set_ylabel("final validation loss")
     axis.grid(color="0.92")
     axis.set_axisbelow(True)

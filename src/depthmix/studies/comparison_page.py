@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from depthmix.studies import depth
-from depthmix.studies.comparison import AXES, MARGIN, SPREAD, Axis, Comparison, Crossing, Row
+from depthmix.studies.comparison import AXES, MARGIN, SPREAD, Axis, Comparison, Crossing, Row, interval_of
 from depthmix.studies.comparison_figures import Sweeps
 from depthmix.studies.page import Provenance, edge_notes, figure_lines, markdown_table, provenance_lines, sweep_table
-from depthmix.studies.statistics import Estimate
+from depthmix.studies.statistics import CONFIDENCE, Estimate
 
 
 def render(
@@ -18,7 +18,7 @@ def render(
 ) -> str:
     """Links to figures are relative to `page_folder`, the folder of the page."""
     lines = ["# Comparison", "", f"    {provenance.command}", ""]
-    lines += [f"- {row.verdict}" for row in comparison.rows] or ["One arm: nothing to compare it with."]
+    lines += [f"- {line}" for line in verdict_lines(comparison)]
     lines += ["", "## Final validation loss", "", *markdown_table(LOSS_HEADINGS, loss_cells(comparison))]
     lines += ["", LOSS_NOTE, *figure_lines(figures, "differences", page_folder)]
     lines += figure_lines(figures, "tokens", page_folder) + figure_lines(figures, "seconds", page_folder)
@@ -42,29 +42,56 @@ def render(
     return "\n".join(lines) + "\n"
 
 
+def verdict_lines(comparison: Comparison) -> list[str]:
+    """What the page begins with and the command line prints: every verdict, and what limits all of them."""
+    if not comparison.rows:
+        return ["One arm: there is nothing to compare it with."]
+    compared = [row for row in comparison.rows if row.seeds]
+    lines = [row.verdict for row in comparison.rows]
+    if len(compared) > 1 and any(row.difference is not None and row.difference.low is not None for row in compared):
+        lines.append(
+            f"Each {CONFIDENCE:.0%} interval holds on its own: with {len(compared)} arms, the chance that at least one "
+            "of them misses the true difference is larger."
+        )
+    controls = {row.baseline: row.control for row in compared if row.control is not None}
+    for base, deviation in controls.items():
+        lines.append(f"Control: {base}, trained again, differs from itself by {deviation:.2f} in tokens/s.")
+    if compared and not controls:
+        lines.append(
+            "No control: nothing shows how much tokens/s vary on this machine by themselves. Repeat the baseline in "
+            "--mixers to add one."
+        )
+    return lines
+
+
 LOSS_HEADINGS = ("arm", "parameters", "lr", "seeds", "final loss", "sd", "against", "difference", "95 % interval")
 LOSS_NOTE = (
-    "Nats a token, on the same validation tokens for every run. Differences are paired by seed (same order of the "
-    "data, same initial weights where shapes agree), their interval is Student's over seeds. Each interval holds with "
-    "95 % on its own: among many arms some will miss."
+    "Nats per token, on the same validation tokens for every run. Differences are paired by seed (same order of the "
+    "data, same initial weights where shapes agree); their interval is Student's, over seeds."
 )
 COST_HEADINGS = ("arm", "against", "tokens/s", "95 % interval", "peak memory", "parameters")
 COST_NOTE = (
-    "Ratios to the baseline's, paired by seed; memory is that of the whole process. Each run is a process at a time of "
-    "its own, so tokens/s and wall-clock hold what else the machine did meanwhile. They are undecided where a control "
-    f"(the baseline once more) differs from its baseline by more than {MARGIN}, or the largest ratio of a seed is more "
-    f"than {SPREAD} times the smallest; without a control they are not checked. The place for speed is `depthmix "
-    "bench`, where mechanisms take turns in one process."
+    "Ratios to the baseline, paired by seed; memory is that of the whole process. Runs are separate processes at "
+    "different times, so tokens/s and wall-clock include what else the machine did meanwhile. They are undecided where "
+    f"a control (the baseline, trained again) differs from its baseline by more than {MARGIN}, or where the largest "
+    f"ratio of a seed is more than {SPREAD} times the smallest; without a control they are not checked. To measure "
+    "speed, use `depthmix bench`, where mechanisms take turns in one process."
 )
 SPEED_HEADINGS = ("arm", "against", *AXES.values(), "baseline's tokens for the same loss", "curves cross at")
 SPEED_NOTE = (
-    "How much of the baseline's tokens, seconds and FLOPs one of the arm's is worth, where the better of two runs has "
-    "reached the final loss of the other. There the better run is still on its way through its learning-rate schedule, "
-    "the other at its end; with a schedule of its own length the better one would be there sooner, so the factors "
-    "understate how far from 1 they are. With several seeds curves cross only where the paired interval excludes 0 on "
-    "both sides."
+    "How much of the baseline's tokens, seconds and FLOPs one of the arm's is worth, at the point where the better of "
+    "two runs reaches the final loss of the other. There the better run is still in the middle of its learning-rate "
+    "schedule and the other at the end; with a schedule of that length the better run would reach this loss sooner, so "
+    "the factors are biased towards 1. With several seeds, curves count as crossing only where the paired interval "
+    "excludes 0 on both sides."
 )
 UNKNOWN = "cannot tell"
+
+
+def console_losses(comparison: Comparison) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """The table of the losses for 80 columns."""
+    shown = [k for k, heading in enumerate(LOSS_HEADINGS) if heading not in ("parameters", "sd", "against")]
+    return [LOSS_HEADINGS[k] for k in shown], [[row[k] for k in shown] for row in loss_cells(comparison)]
 
 
 def loss_cells(comparison: Comparison) -> list[Sequence[str]]:
@@ -84,7 +111,7 @@ def loss_cells(comparison: Comparison) -> list[Sequence[str]]:
             f"{statistics.mean(finals):.4f}",
             spread,
         )
-        cells.append((*mine, row.baseline if row else "", signed(d.mean) if d else "", interval(d, "+.4f")))
+        cells.append((*mine, row.baseline if row else "", signed(d.mean) if d else "", interval_of(d, "+.4f")))
     return cells
 
 
@@ -95,7 +122,7 @@ def signed(value: float) -> str:
 def cost_cells(row: Row) -> Sequence[str]:
     speed, memory = row.tokens_per_second, row.memory
     share = "" if row.parameters is None else f"{row.parameters:.4f}"
-    speed_pair = (factor(speed), interval(speed, ".3f"))
+    speed_pair = (factor(speed), interval_of(speed, ".3f"))
     pair = (f"undecided ({row.undecided})", "") if row.undecided else speed_pair
     return (row.arm, row.baseline, *pair, factor(memory), share)
 
@@ -127,13 +154,15 @@ def needed_cell(row: Row) -> str:
 def unknown_lines(rows: Sequence[Row]) -> list[str]:
     """Why the table has no factors for some arms, and what to do."""
     remedy = "Validate more often: set a smaller run.validate_every"
-    return [line for row in rows if row.unknown for line in ("", f"{row.arm}: {UNKNOWN}, {row.unknown}. {remedy}.")]
+    return [
+        line for row in rows if row.unknown for line in ("", f"{row.arm}: {UNKNOWN}, because {row.unknown}. {remedy}.")
+    ]
 
 
 def crossed_at(crossings: Sequence[Crossing], axis: Axis) -> str:
-    """The last one matters; curves of one seed that run side by side cross over and over."""
+    """The last one matters: curves of one seed that lie close together cross many times."""
     last = crossings[-1]
-    before = f", the last of {len(crossings)} times" if len(crossings) > 1 else ""
+    before = f", the last of {len(crossings)} crossings" if len(crossings) > 1 else ""
     return f"{amount(last.at, axis)} ({last.ahead} ahead after{before})"
 
 
@@ -145,10 +174,6 @@ def factor(e: Estimate | None) -> str:
     return "" if e is None else f"{e.mean:.3f}×"
 
 
-def interval(e: Estimate | None, form: str) -> str:
-    return "" if e is None or e.low is None or e.high is None else f"{e.low:{form}} to {e.high:{form}}"
-
-
 def bracketed(e: Estimate | None) -> str:
-    words = interval(e, ".2f")
+    words = interval_of(e, ".2f")
     return f"({words})" if words else ""

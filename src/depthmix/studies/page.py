@@ -1,4 +1,4 @@
-"""What every page of a study has, in Markdown: how the runs were made, learning rates, tables, figures."""
+"""Parts of every page of a study, in Markdown: how the runs were made, learning rates, tables, figures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from depthmix.studies.study import Study, best_rate, describe_settings
 
 CAPTIONS = {
     "tokens": "Loss against tokens",
-    "seconds": "Loss against wall-clock",
+    "seconds": "Loss against wall-clock time",
     "differences": "Paired differences of the final loss",
     "learning_rates": "Learning rates",
     "depth": "Magnitudes over depth",
@@ -28,13 +28,13 @@ CAPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """How the runs were made, as the page and the JSON tell it."""
+    """How the runs were made, as reported on the page and in the JSON file."""
 
     command: str
     machine: str
     data: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    failures: Mapping[str, str] = field(default_factory=dict)  # by run: why it has no result
+    failures: Mapping[str, str] = field(default_factory=dict)  # by run: the reason why it has no result
 
 
 def describe_study(study: Study, **more: Any) -> Provenance:
@@ -56,7 +56,7 @@ def sweep_table(sweeps: Sweeps) -> list[str]:
         best = best_rate(losses)
         cells.append([arm, *(sweep_cell(losses, lr, best) for lr in lrs)])
     return [
-        "Final validation loss of short runs with one seed; the best of an arm is taken.",
+        "Final validation loss of short runs with one seed; each arm then uses its best learning rate (bold).",
         "",
         *markdown_table(["arm", *(f"{lr:g}" for lr in lrs)], cells),
     ]
@@ -70,7 +70,7 @@ def sweep_cell(losses: Mapping[float, float | None], lr: float, best: float | No
 
 
 def edge_notes(sweeps: Sweeps) -> list[str]:
-    """Where the best learning rate is the last one tried, a better one may lie beyond."""
+    """If the best learning rate is the lowest or highest that was tried, a better one may lie beyond it."""
     at_edge = [
         arm for arm, losses in sweeps.items() if len(losses) > 1 and best_rate(losses) in (min(losses), max(losses))
     ]
@@ -78,7 +78,7 @@ def edge_notes(sweeps: Sweeps) -> list[str]:
         return []
     return [
         "",
-        f"The best learning rate is the first or last that was tried for {', '.join(at_edge)}: try more beyond it.",
+        f"The best learning rate is the lowest or highest that was tried for {', '.join(at_edge)}: try rates beyond.",
     ]
 
 
@@ -91,7 +91,7 @@ def provenance_lines(provenance: Provenance) -> list[str]:
 
 
 def markdown_table(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """Only columns that have something to say."""
+    """A table without its empty columns."""
     shown = [k for k in range(len(headings)) if any(row[k] for row in cells)]
     lines = ["| " + " | ".join(headings[k] for k in shown) + " |", "|" + "---|" * len(shown)]
     return lines + ["| " + " | ".join(row[k] for k in shown) + " |" for row in cells]

@@ -1,4 +1,4 @@
-"""A study's page and result in its folder; published, with all of its runs but their weights: small enough to keep."""
+"""Write a study's page and result into its folder, and publish them with its runs, without the large weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SNAPSHOTS = "snapshots"
 
 
 def check_target(target: Path | None, folder: Path) -> None:
-    """Before the first hour, not after it."""
+    """Raise an error for an unusable target before the first run, not after the last."""
     if target is None:
         return
     copy, original = target.resolve(), folder.resolve()
@@ -30,7 +30,7 @@ def check_target(target: Path | None, folder: Path) -> None:
             "separate folders"
         )
     if target.exists() and not target.is_dir():
-        raise ValueError(f"publish={target} is no folder")
+        raise ValueError(f"publish={target} is not a folder; expected a folder or a new path")
 
 
 def write_study(
@@ -42,12 +42,12 @@ def write_study(
     figures: Mapping[str, Path],
     publish: Path | None,
 ) -> tuple[Path, str]:
-    """Write NAME.md, and all of the result as NAME.json, into the study's folder; `publish` it if asked.
+    """Write NAME.md, and the whole result as NAME.json, into the study's folder; copy them to `publish` if given.
 
-    Returns the path of the page and the JSON.
+    Returns the path of the page and the JSON text.
     """
-    everything = {"about": dataclasses.asdict(provenance), "learning_rates": study.sweeps, **result}
-    text = json.dumps(everything, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    content = {"about": dataclasses.asdict(provenance), "learning_rates": study.sweeps, **result}
+    text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     page_file, data_file = (study.folder / f"{name}.{kind}" for kind in ("md", "json"))
     write_text(page_file, page)
     write_text(data_file, text)
@@ -57,14 +57,14 @@ def write_study(
 
 
 def publish_study(study: Study, target: Path, pages: Sequence[Path]) -> None:
-    """Copy `pages`, and of every complete run what tells how it went; what else is there stays."""
+    """Copy `pages` and the complete runs, without their weights; other files in `target` stay."""
     for page in pages:
         copy_file(page, target / page.relative_to(study.folder))
     for task in study.done:
         run = task.folder.relative_to(study.folder)
         for name in COPIED:
             copy_file(task.folder / name, target / run / name)
-        # Folders are the business of the machine that it ran on; the digest leaves them out.
+        # Folders belong to the machine of the run, so they are left out; they are not part of the digest.
         config = with_changes(task.config, folder=run.as_posix())
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, folder=None))
         write_text(target / run / CONFIG, config.to_toml())

@@ -1,6 +1,6 @@
-"""What papers measured, to be drawn and listed beside one's own points. It is theirs: no fit of ours takes it in.
+"""Losses that papers report, drawn and listed beside the points of a study; no fit of a study uses them.
 
-Compute is 6 · N · D by the paper's own columns, N active parameters without embeddings and D tokens.
+Compute is 6 · N · D from the paper's own columns, N active parameters without embeddings and D tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from depthmix.training.recipes import TABLE, TOKENS_PER_PARAMETER
 
 PFLOP_S_DAY = 1e15 * 86_400  # FLOPs
 POINT_HEADINGS = ("size", "parameters", "tokens", "6·N·D (FLOPs)", "PFLOP/s-days")
-LAW_HEADINGS = ("arm", "a", "b", "as the paper prints it")
+LAW_HEADINGS = ("arm", "a", "b", "as printed in the paper")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +62,10 @@ PUBLISHED: dict[str, Published] = {
         },
         printed={"PreNorm": (1.891, 0.057), "Block AttnRes": (1.870, 0.058), "Full AttnRes": (1.865, 0.057)},
         note=(
-            "A mixture of experts on another backbone, another text and another vocabulary: the losses cannot be "
-            "compared with those of this study, only slopes and gaps between arms. The paper does not tell the compute "
-            "of a row; its printed laws belong to a count that is 1.2 to 1.4 times 6·N·D. FLOPs of this study count "
-            "attention and the head as well."
+            "Its models are mixtures of experts with another backbone, training text and vocabulary: the losses cannot "
+            "be compared with those of this study, only slopes and gaps between arms. The paper does not report the "
+            "compute of a row; its printed laws fit a count that is 1.2 to 1.4 times 6·N·D. FLOPs of this study also "
+            "count attention and the head."
         ),
     )
 }
@@ -73,18 +73,18 @@ PUBLISHED: dict[str, Published] = {
 
 def find_published(name: str) -> Published:
     if name not in PUBLISHED:
-        raise ValueError(f"beside={name!r}. {did_you_mean(name, PUBLISHED)}Known: {', '.join(PUBLISHED)}")
+        raise ValueError(f"unknown beside={name!r}. {did_you_mean(name, PUBLISHED)}Known: {', '.join(PUBLISHED)}")
     return PUBLISHED[name]
 
 
 def describe_regime(study: Study) -> str:
-    """How long the runs of a study are, measured by the paper's."""
+    """How many tokens per parameter the runs of a study see, compared with the paper's."""
     configs = [arm.config for arm in study.arms if arm.baseline is None]
     ratios = [c.run.steps * c.tokens_per_step / count_parameters(c.model).active_without_embeddings for c in configs]
     return (
         f"tokens per parameter, without embeddings: {span(ratios, '.3g')}. {PUBLISHED['attnres-paper'].source} has "
-        f"{TOKENS_PER_PARAMETER:.0f}: this study has {span([r / TOKENS_PER_PARAMETER for r in ratios], '.2g')} of that "
-        "regime"
+        f"{TOKENS_PER_PARAMETER:.0f}; this study has {span([r / TOKENS_PER_PARAMETER for r in ratios], '.2g')} times "
+        "as many"
     )
 
 
@@ -94,7 +94,7 @@ def span(values: Sequence[float], form: str) -> str:
 
 
 def published_lines(published: Published) -> list[str]:
-    """The section of a page."""
+    """The section of a page that lists the paper's points and laws."""
     given = (published.sizes, published.parameters, published.tokens, published.compute, *published.losses.values())
     sizes = []
     for size, n, d, c, *losses in zip(*given, strict=True):
@@ -107,9 +107,9 @@ def published_lines(published: Published) -> list[str]:
         laws.append((arm, f"{f.law.loss(1.0):.3f}", f"{f.law.b:.4f}", words))
     return [
         "",
-        f"## Beside: {published.source}",
+        f"## For comparison: {published.source}",
         "",
-        f"These figures are the paper's. No law or factor above rests on them. {published.note}",
+        f"These numbers are the paper's. No law or factor above uses them. {published.note}",
         "",
         *markdown_table((*POINT_HEADINGS, *published.losses), sizes),
         "",
@@ -120,13 +120,13 @@ def published_lines(published: Published) -> list[str]:
 
 
 def draw_published(axis: Any, published: Published) -> Sequence[Any]:
-    """Hollow grey markers and dotted laws, so that nobody takes them for points of the study; returns what it drew."""
+    """Draw hollow grey markers and dotted laws, unlike the points of the study; return the drawn lines."""
     drawn = []
     for k, (arm, f) in enumerate(published.refit().items()):
         label = f"{published.source.partition(',')[0]}, {arm}: b = {f.law.b:.4f}"
-        look = {"color": "0.5", "linewidth": 0.9, "marker": MARKERS[k % len(MARKERS)], "markerfacecolor": "none"}
-        drawn += axis.plot(published.compute, published.losses[arm], linestyle="none", label=label, **look)
+        style = {"color": "0.5", "linewidth": 0.9, "marker": MARKERS[k % len(MARKERS)], "markerfacecolor": "none"}
+        drawn += axis.plot(published.compute, published.losses[arm], linestyle="none", label=label, **style)
         ends = (published.compute[0], published.compute[-1])
-        losses = [f.law.loss(end / PFLOP_S_DAY) for end in ends]  # a law is a line where both axes are logarithms
+        losses = [f.law.loss(end / PFLOP_S_DAY) for end in ends]  # a law is a straight line on logarithmic axes
         drawn += axis.plot(ends, losses, color="0.5", linewidth=0.9, linestyle=":")
     return drawn

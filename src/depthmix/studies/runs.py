@@ -1,6 +1,6 @@
-"""Runs in processes of their own, several at once if asked: a crash of one does not touch the others.
+"""Runs in separate processes, several at once if requested: a crash of one does not affect the others.
 
-What is complete is used again, what was interrupted goes on, and what fails is told with its reason.
+Complete runs are reused, interrupted ones are resumed, and failures are reported with their reason.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from depthmix.support.terminal import Progress, describe_signal, end_children, s
 from depthmix.training import Result, TrainConfig, flops_per_token
 from depthmix.training.folder import finished_result, run_lock, stop_signals
 
-LOG, ASKED = "log.txt", "asked.toml"
-PAUSE = 0.5  # seconds between looks at the children
+LOG, REQUESTED = "log.txt", "asked.toml"
+PAUSE = 0.5  # seconds between checks of the child processes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One run to make."""
+    """One run of a study."""
 
     arm: str
     seed: int
     config: TrainConfig  # with its folder
-    short: bool = False  # of the learning-rate sweep
+    short: bool = False  # a run of the learning-rate sweep
 
     @property
     def label(self) -> str:
@@ -42,7 +42,7 @@ class Task:
     def folder(self) -> Path:
         return Path(self.config.run.folder)
 
-    @cached_property  # counting builds a model, and the time left asks for it again and again
+    @cached_property  # counting builds a model, and the estimate of the time left needs it often
     def flops(self) -> float:
         config = self.config
         return flops_per_token(config.model, config.data.tokens_per_row) * config.run.steps * config.tokens_per_step
@@ -50,16 +50,16 @@ class Task:
 
 @dataclass
 class Pace:
-    """How long work will take, from the seconds that a FLOP took so far; an arm by its own pace if known."""
+    """Estimate how long work will take from the seconds per FLOP so far; by arm if known."""
 
-    spent: dict[str, tuple[float, float]] = field(default_factory=dict)  # of an arm: seconds and FLOPs
+    spent: dict[str, tuple[float, float]] = field(default_factory=dict)  # seconds and FLOPs by arm
 
     def add(self, arm: str, seconds: float, flops: float) -> None:
         before = self.spent.get(arm, (0.0, 0.0))
         self.spent[arm] = (before[0] + seconds, before[1] + flops)
 
     def seconds_for(self, work: Iterable[tuple[str, float]]) -> float | None:
-        """For (arm, FLOPs) still to do, one after the other; None before anything was done."""
+        """Seconds for the remaining (arm, FLOPs), one after the other; None before any work was done."""
         seconds, flops = (sum(part) for part in zip(*self.spent.values(), strict=True)) if self.spent else (0.0, 0.0)
         if not flops:
             return None
@@ -69,40 +69,40 @@ class Pace:
 
 @dataclass(kw_only=True)
 class Child:
-    """A run that is being made."""
+    """A run in progress."""
 
     task: Task
     title: str
     process: subprocess.Popen[bytes]
     begun: float
-    first: int  # steps that were done before
+    first: int  # steps that were complete before
 
     @property
     def steps(self) -> int:
         return self.task.config.run.steps
 
     def share(self, done: int) -> float:
-        """Of the whole run, what this process has done."""
+        """The share of the whole run that this process has done."""
         return max(done - self.first, 0) / self.steps
 
 
 @dataclass(kw_only=True)
 class Pool:
-    """Makes runs, `jobs` at once, each with its share of the threads."""
+    """Make runs, `jobs` at once, each with its share of the threads."""
 
-    total: int  # runs
+    total: int  # number of runs
     jobs: int = 1
-    begun: int = 0  # runs, with those that were complete
+    begun: int = 0  # number of runs begun, including those already complete
     pace: Pace = field(default_factory=Pace)
-    failures: dict[str, str] = field(default_factory=dict)  # by label: why there is no result
+    failures: dict[str, str] = field(default_factory=dict)  # by label: the reason why there is no result
     running: list[Child] = field(default_factory=list)
     results: dict[str, Result | None] = field(default_factory=dict)  # by label
-    blocked: set[str] = field(default_factory=set)  # told to wait for another process
+    blocked: set[str] = field(default_factory=set)  # by label: waiting for another process, and reported
 
     def run(self, tasks: Sequence[Task], later: Sequence[Task] = ()) -> list[Result | None]:
-        """The result of each task, made or found; None where it failed. `later` counts for the time left."""
+        """The result of each task, new or reused; None if it failed. `later` counts towards the time left."""
         waiting = list(tasks)
-        with stop_signals() as asked, Progress(self.total) as progress:
+        with stop_signals() as stop_requested, Progress(self.total) as progress:
             try:
                 while waiting or self.running:
                     for task in waiting[:]:
@@ -113,7 +113,7 @@ class Pool:
                     for child in [child for child in self.running if child.process.poll() is not None]:
                         self.running.remove(child)
                         self.end_run(child)
-                    if asked():
+                    if stop_requested():
                         raise KeyboardInterrupt
                     if self.running and progress.due():
                         self.show_progress(progress, [*waiting, *later])
@@ -128,7 +128,7 @@ class Pool:
             task.folder.mkdir(parents=True, exist_ok=True)
             if not is_free(task.folder):
                 if task.label not in self.blocked:
-                    say(f"{title}: another process trains in {task.folder}; waiting for it")
+                    say(f"{title}: another process is training in {task.folder}; waiting for it")
                 self.blocked.add(task.label)
                 return False
             self.begun += 1
@@ -139,12 +139,12 @@ class Pool:
                 first = steps_done(task.folder)
                 process = start(task, threads_per_run(self.jobs))
                 self.running.append(Child(task=task, title=title, process=process, begun=time.monotonic(), first=first))
-        except OSError as error:  # a full disk, a folder that may not be written
+        except OSError as error:  # such as a full disk or a read-only folder
             self.fail(task, title, str(error))
         return True
 
     def end_run(self, child: Child) -> None:
-        """Take the result of a process that has ended."""
+        """Record the result of a process that has ended."""
         task, seconds = child.task, time.monotonic() - child.begun
         try:
             result, problem = find_result(task), ""
@@ -162,7 +162,7 @@ class Pool:
         say(f"{title}: failed: {reason}")
 
     def show_progress(self, progress: Progress, later: Sequence[Task]) -> None:
-        """Where each run is, and when all will be done."""
+        """Show the step of each run and the time left for all."""
         pace = Pace(dict(self.pace.spent))
         lines, work, done = [], [(task.arm, task.flops) for task in later], float(self.begun - len(self.running))
         for child in self.running:
@@ -173,16 +173,16 @@ class Pool:
             done += steps / child.steps
         seconds = pace.seconds_for(work)
         left = None if seconds is None else seconds / min(self.jobs, len(work))
-        progress.show(done, "; ".join([*lines, *([] if left is None else ["all runs"])]), left)
+        progress.show(done, "; ".join(lines), left)
 
 
 def threads_per_run(jobs: int) -> int:
-    """Where so many runs share the machine."""
+    """Threads of a run if `jobs` runs share the machine."""
     return max(1, torch.get_num_threads() // jobs)
 
 
 def is_free(folder: Path) -> bool:
-    """Whether nobody trains there: the child of a study that was killed, or another study."""
+    """Whether no process trains there, such as a child of a killed study or of another study."""
     try:
         with run_lock(folder):
             return True
@@ -191,18 +191,18 @@ def is_free(folder: Path) -> bool:
 
 
 def find_result(task: Task) -> Result | None:
-    """Of a finished run of this configuration; a damaged result is made again from its checkpoint."""
+    """The result of a complete run of this configuration; a damaged one is removed, and then created again."""
     try:
         return finished_result(task.config)
     except ValueError as error:
-        say(f"{error}; making it again")
+        say(f"{error}; creating it again")
         (task.folder / "result.json").unlink()
         return None
 
 
 def start(task: Task, threads: int) -> subprocess.Popen[bytes]:
-    write_text(task.folder / ASKED, task.config.to_toml())
-    words = ("train", "--config", str(task.folder / ASKED))
+    write_text(task.folder / REQUESTED, task.config.to_toml())
+    words = ("train", "--config", str(task.folder / REQUESTED))
     with (task.folder / LOG).open("ab") as log:
         return start_child(
             "depthmix", *words, threads=threads, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
@@ -210,7 +210,7 @@ def start(task: Task, threads: int) -> subprocess.Popen[bytes]:
 
 
 def steps_done(folder: Path) -> int:
-    """From the last whole line of a run's metrics."""
+    """Completed steps, from the last complete line of a run's metrics."""
     try:
         with (folder / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 20_000))
@@ -226,7 +226,7 @@ def steps_done(folder: Path) -> int:
 
 
 def failure_reason(code: int, log: Path) -> str:
-    """The signal that ended a run, or what it said last."""
+    """The signal that ended a run, or the last line of its log."""
     if ending := describe_signal(code):
         return f"{ending} (see {log})"
     with log.open("rb") as file:

@@ -35,14 +35,14 @@ class Law:
         return self.irreducible + self.a * (compute / self.unit) ** -self.b
 
     def compute(self, loss: float) -> float | None:
-        """What it takes for this loss; None where the law never gets there."""
+        """What it takes for this loss; None where the law never reaches it."""
         if loss <= self.irreducible or self.b <= 0:
             return None
         return self.unit * ((loss - self.irreducible) / self.a) ** (-1 / self.b)
 
 
 def compute_equivalent(arm: Law, baseline: Law, compute: float) -> float | None:
-    """The baseline's compute for the arm's loss at `compute`, over `compute`; None where it never gets there."""
+    """The baseline's compute for the arm's loss at `compute`, over `compute`; None where it never reaches that."""
     needed = baseline.compute(arm.loss(compute))
     return None if needed is None else needed / compute
 
@@ -185,7 +185,7 @@ def central_interval(values: Array) -> tuple[float, float]:
 class Factor:
     """The compute-equivalent factor at one compute, with its interval.
 
-    Without a factor the baseline's law never gets there; with a lower end alone, it may never.
+    Without a factor the baseline's law never reaches the loss; with a lower end alone, it may never reach it.
     """
 
     compute: float
@@ -197,7 +197,7 @@ class Factor:
     def span(self) -> str:
         if self.low is None:
             return ""
-        return f"{self.low:.2f} and more" if self.high is None else f"{self.low:.2f} to {self.high:.2f}"
+        return f"{self.low:.2f} or more" if self.high is None else f"{self.low:.2f} to {self.high:.2f}"
 
 
 def factor_between(arm: Fit, baseline: Fit, compute: float) -> Factor:
@@ -217,16 +217,15 @@ def factor_between(arm: Fit, baseline: Fit, compute: float) -> Factor:
     return Factor(compute=compute, factor=value, low=ends[0], high=ends[1])
 
 
-def verdict_of(arm: str, baseline: str, factor: Factor) -> str:
-    """One sentence at the largest compute of the study."""
+def verdict_of(arm: str, baseline: str, factor: Factor, basis: str) -> str:
+    """One sentence at the largest compute of the study; `basis` says how many sizes and seeds it rests on."""
     where = f"at {factor.compute:.3g} FLOPs"
     if factor.factor is None:
-        return f"{arm}: {baseline}'s law never reaches its loss {where}."
+        return f"{arm}: {baseline}'s law never reaches its loss {where} ({basis})."
     if factor.low is None:
-        return (
-            f"{arm}: worth {factor.factor:.2f} times the compute of {baseline} {where}; too few sizes for an interval."
-        )
-    words = f"{CONFIDENCE:.0%} interval {factor.span}"
+        words = f"{basis}: too few sizes for an interval"
+        return f"{arm}: worth {factor.factor:.2f} times the compute of {baseline} {where} ({words})."
+    words = f"{CONFIDENCE:.0%} interval {factor.span}, {basis}"
     if factor.low <= 1 and (factor.high is None or factor.high >= 1):
         worth = f"worth {factor.factor:.2f} times its compute, {words}"
         return f"{arm}: no difference from {baseline} was found {where} ({worth})."

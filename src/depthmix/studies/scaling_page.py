@@ -1,4 +1,4 @@
-"""The page and the picture of a scaling study."""
+"""The page and the figure of a scaling study."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.analysis.figures import new_figure, save
-from depthmix.studies.comparison import Run
+from depthmix.studies.comparison import Run, seeds_of
 from depthmix.studies.comparison_figures import COLOURS, MARKERS, Sweeps
 from depthmix.studies.page import Provenance, edge_notes, figure_lines, markdown_table, provenance_lines, sweep_table
 from depthmix.studies.published import Published, draw_published, published_lines
@@ -82,7 +82,7 @@ def fit_scaling(points: Sequence[Point], *, baseline: str | None = None, irreduc
     by_size = {arm: {p.size: p for p in points if p.arm == arm} for arm in [base, *arms]}
     fits: dict[str, Fit] = {}
     factors: dict[str, list[Factor]] = {}
-    notes = []
+    verdicts, notes = [], []
     for arm, mine in by_size.items():
         shared = [size for size in mine if size in by_size[base] or not by_size[base]]
         try:
@@ -91,12 +91,14 @@ def fit_scaling(points: Sequence[Point], *, baseline: str | None = None, irreduc
             notes.append(f"{arm}: no law ({error})")
             continue
         if fits[arm].law.b <= 0:
-            notes.append(f"{arm}: its loss does not fall with compute (b = {fits[arm].law.b:.4f}); no law to trust")
+            notes.append(f"{arm}: its loss does not fall with compute (b = {fits[arm].law.b:.4f}); do not use this law")
         if arm != base and base in fits:
             theirs = [by_size[base][size] for size in shared]
             baseline_fit = law_through(theirs, irreducible)
             factors[arm] = [factor_between(fits[arm], baseline_fit, p.compute) for p in theirs]
-    verdicts = [verdict_of(arm, base, max(each, key=lambda f: f.compute)) for arm, each in factors.items()]
+            seeds = min(len(p.runs) for p in (*theirs, *(mine[size] for size in shared)))
+            basis = f"{len(shared)} sizes, {seeds_of(seeds)} each"
+            verdicts.append(verdict_of(arm, base, max(factors[arm], key=lambda f: f.compute), basis))
     return Scaling(points=list(points), fits=fits, factors=factors, verdicts=verdicts, notes=notes)
 
 
@@ -107,8 +109,7 @@ def law_through(points: Sequence[Point], irreducible: bool) -> Fit:
 def render(
     scaling: Scaling, sweeps: Sweeps, provenance: Provenance, figures: Mapping[str, Path], page_folder: Path
 ) -> str:
-    lines = ["# Scaling", "", f"    {provenance.command}", "", *(f"- {verdict}" for verdict in scaling.verdicts)]
-    lines += [f"- {note}" for note in scaling.notes]
+    lines = ["# Scaling", "", f"    {provenance.command}", "", *(f"- {line}" for line in verdict_lines(scaling))]
     lines += [
         "",
         "## Laws",
@@ -134,14 +135,24 @@ def render(
     return "\n".join([*lines, *provenance_lines(provenance)]) + "\n"
 
 
+def verdict_lines(scaling: Scaling) -> list[str]:
+    """What the page begins with and the command line prints: every verdict, what limits all of them, and notes."""
+    limits = []
+    if any(factor.low is not None for each in scaling.factors.values() for factor in each):
+        limits = [
+            "Intervals show the scatter of these sizes around the laws, not whether the laws hold beyond them. Compute "
+            "is counted in FLOPs, so the time that a mechanism costs is not included."
+        ]
+    return [*scaling.verdicts, *limits, *scaling.notes]
+
+
 LAW_NOTE = (
-    "C in FLOPs, by least squares in ln L over the means of the seeds. The "
-    "unit is the geometric mean of each arm's compute. Intervals are Student's, with as many degrees of freedom as "
-    "there are sizes beyond the parameters of the law; they tell the scatter around the law, not whether it holds "
-    "beyond these sizes. FLOPs are counted, so what a mechanism costs in time is not in them."
+    "C in FLOPs, by least squares in ln L over the means of the seeds. The unit is the geometric mean of each arm's "
+    "compute. Intervals are Student's; the degrees of freedom are the number of sizes minus the number of parameters "
+    "of the law."
 )
 FACTOR_NOTE = (
-    "The compute that the baseline's law needs for the loss that the arm's law has at this compute, over this compute."
+    "The compute that the baseline's law needs for the loss of the arm's law at this compute, divided by this compute."
 )
 
 
@@ -162,6 +173,13 @@ def law_cells(scaling: Scaling) -> list[Sequence[str]]:
         )
         for arm, f in scaling.fits.items()
     ]
+
+
+def console_laws(scaling: Scaling) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """The table of the laws for 80 columns: where an irreducible loss was fitted, a and its interval are left out."""
+    headings, cells = law_headings(scaling), law_cells(scaling)
+    shown = [k for k in range(len(headings)) if not (scaling.has_irreducible and k in (2, 3))]
+    return [headings[k] for k in shown], [[row[k] for k in shown] for row in cells]
 
 
 def span(ends: tuple[float, float] | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
-POWER = 0.80  # of the smallest difference that is told as visible
+POWER = 0.80  # with which a difference of `visible` would be detected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +17,7 @@ class Estimate:
     mean: float
     low: float | None
     high: float | None
-    visible: float | None  # a true value this far from 0 would be told apart from 0 with probability `POWER`
+    visible: float | None  # a true value this far from 0 would be detected with power `POWER`
     values: tuple[float, ...]
 
     def excludes(self, value: float) -> bool:
@@ -25,14 +25,14 @@ class Estimate:
         return self.low is not None and self.high is not None and not self.low <= value <= self.high
 
     def mapped(self, function: Callable[[float], float]) -> Estimate:
-        """Of an increasing function of the value; the mean becomes that function's mean on its own scale."""
+        """The estimate of an increasing function of the value; its mean is the function of the mean."""
         ends = [None if end is None else function(end) for end in (self.low, self.high)]
         values = tuple(map(function, self.values))
         return Estimate(mean=function(self.mean), low=ends[0], high=ends[1], visible=None, values=values)
 
 
 def estimate(values: Sequence[float], confidence: float = CONFIDENCE) -> Estimate:
-    """The mean of independent values, with Student's interval from two of them on."""
+    """The mean of independent values, with Student's interval if there are at least two."""
     n = len(values)
     if not n:
         raise ValueError("no values; expected at least one")
@@ -51,10 +51,10 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
 
 
 def student(confidence: float, freedom: int) -> float:
-    """t with P(|T| ≤ t) = confidence, by halving intervals of the angle θ = atan(t / √ν)."""
+    """t with P(|T| ≤ t) = confidence, by bisection over the angle θ = atan(t / √ν)."""
     if not 0 < confidence < 1 or freedom < 1:
         raise ValueError(
-            f"confidence={confidence}, {freedom} degrees of freedom; expected one between 0 and 1, the other above 0"
+            f"confidence={confidence}, {freedom} degrees of freedom; expected a confidence in (0, 1) and at least 1"
         )
     low, high = 0.0, math.pi / 2
     for _ in range(80):
@@ -76,7 +76,7 @@ def inside(angle: float, freedom: int) -> float:
 
 
 def interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
-    """On the straight lines between points; xs ascend and hold x."""
+    """Linear interpolation; xs ascend, and x lies within them."""
     for i in range(1, len(xs)):
         if x <= xs[i]:
             share = (x - xs[i - 1]) / (xs[i] - xs[i - 1])

@@ -1,7 +1,7 @@
-"""A study: every arm with every seed, after a learning rate was found for each.
+"""A study: every arm with every seed, after a learning rate was chosen for each arm.
 
-A run's folder is named by its arm and by the digests of its configuration and data: what is there already, complete or
-interrupted, can only be found by an equal run.
+A run's folder is named by its arm and by the digests of its configuration and data, so that only an identical run
+reuses what is in it, complete or interrupted.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from depthmix.studies.comparison import Comparison, Run, compare, read_run
 from depthmix.studies.runs import Pool, Task, threads_per_run
 from depthmix.support.checks import check_range
 from depthmix.training import TrainConfig, open_corpus
-from depthmix.training.build import check_apart
+from depthmix.training.build import check_outside_source
 
-MOST = 1000  # seeds, and runs at once
+MOST = 1000  # largest number of seeds, and of runs at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What was run: finished tasks, the learning rates tried, and why some have no result."""
+    """What was run: complete tasks, the learning rates tried, and the reasons of failures."""
 
     arms: list[Arm]
     folder: Path
-    done: list[Task]  # all that are complete, short and long
+    done: list[Task]  # all complete ones, short and long
     sweeps: dict[str, dict[float, float | None]]
     failures: dict[str, str]
     corpus: Corpus
-    jobs: int  # runs at once
+    jobs: int  # number of runs at once
 
     @property
     def tasks(self) -> list[Task]:
-        """The long ones."""
+        """The complete long runs, without those of the learning-rate sweep."""
         return [task for task in self.done if not task.short]
 
 
@@ -52,25 +52,25 @@ def run_study(
     lr_share: float = 0.25,
     jobs: int = 1,
 ) -> Study:
-    """All runs; those that fail are told and the others go on.
+    """Make all runs; a failure is reported, and the other runs continue.
 
     Args:
         arms: see `make_arms`.
-        seeds: 0 … seeds − 1, the same for every arm: runs with equal seeds are pairs.
-        folder: of the study.
-        lrs: learning rates. Several are tried for every arm with seed 0 in short runs, and the best is taken.
+        seeds: number of seeds, 0 … seeds − 1, the same for every arm: runs with equal seeds are paired.
+        folder: folder of the study.
+        lrs: learning rates. Of several, each arm uses its best in short runs with seed 0.
         lr_share: length of a short run, as a share of a long one.
-        jobs: runs at once.
+        jobs: number of runs at once.
     """
     check_study(arms, seeds, lrs, lr_share, jobs)
     data = arms[0].config.data
-    check_apart(data, folder)
+    check_outside_source(data, folder)
     corpus = open_corpus(data)
     choices = list(dict.fromkeys(lrs)) if len(set(lrs)) > 1 else []
     short = [short_task(arm, lr, folder, corpus.digest, lr_share) for lr in choices for arm in arms]
-    guessed = [long_task(arm, seed, None, folder, corpus.digest) for seed in range(seeds) for arm in arms]
-    pool = Pool(total=len(short) + len(guessed), jobs=jobs)
-    tried = pool.run(short, guessed)
+    expected = [long_task(arm, seed, None, folder, corpus.digest) for seed in range(seeds) for arm in arms]
+    pool = Pool(total=len(short) + len(expected), jobs=jobs)
+    tried = pool.run(short, expected)
     best: dict[str, float | None] = {arm.label: lrs[0] if lrs and not choices else None for arm in arms}
     sweeps: dict[str, dict[float, float | None]] = {arm.label: {} for arm in arms if choices}
     for task, result in zip(short, tried, strict=True):
@@ -78,9 +78,9 @@ def run_study(
     for label, losses in sweeps.items():
         best[label] = best_rate(losses)
         if best[label] is None:
-            pool.failures[label] = "no learning rate led to a result"
-    able = [arm for arm in arms if arm.label not in pool.failures]
-    long = [long_task(arm, seed, best[arm.label], folder, corpus.digest) for seed in range(seeds) for arm in able]
+            pool.failures[label] = "every learning rate failed"
+    trainable = [arm for arm in arms if arm.label not in pool.failures]
+    long = [long_task(arm, seed, best[arm.label], folder, corpus.digest) for seed in range(seeds) for arm in trainable]
     pool.total = len(short) + len(long)
     results = zip((*short, *long), (*tried, *pool.run(long)), strict=True)
     done = [task for task, result in results if result is not None]
@@ -90,13 +90,13 @@ def run_study(
 
 
 def best_rate(losses: Mapping[float, float | None]) -> float | None:
-    """The learning rate with the lowest loss; None where no run has one."""
+    """The learning rate with the lowest loss; None if no run has a result."""
     complete = {lr: loss for lr, loss in losses.items() if loss is not None}
     return min(complete, key=lambda lr: complete[lr]) if complete else None
 
 
 def read_runs(study: Study) -> list[Run]:
-    """The long ones, with folders as seen from the study's own, so that all of it can be moved."""
+    """The long runs, with folders relative to the study's, so that the study can be moved."""
     return [
         dataclasses.replace(
             read_run(task.folder, arm=task.arm, seed=task.seed, lr=task.config.optimizer.lr),
@@ -107,7 +107,7 @@ def read_runs(study: Study) -> list[Run]:
 
 
 def compare_study(study: Study) -> Comparison:
-    """Each arm against its baseline; one with the baseline's own configuration is a control."""
+    """Compare each arm with its baseline; an arm with the same configuration as its baseline is a control."""
     configs = {arm.label: arm.config for arm in study.arms}
     baselines = {arm.label: arm.baseline for arm in study.arms if arm.baseline is not None}
     controls = [label for label, base in baselines.items() if configs[label] == configs[base]]
@@ -122,7 +122,7 @@ def check_study(arms: Sequence[Arm], seeds: int, lrs: Sequence[float], lr_share:
     if not 0 < lr_share <= 1:
         raise ValueError(f"lr_share={lr_share}; expected a share of a run, above 0 and at most 1")
     if lrs and len({arm.config.optimizer.lr for arm in arms if arm.size == arms[0].size}) > 1:
-        raise ValueError("optimizer.lr is varied as well as lrs; expected one of them")
+        raise ValueError("both optimizer.lr and lrs are varied; expected only one of them")
     for name in ("source", "tokenizer", "validation", "field", "tokens_per_row"):
         check_equal(f"data.{name}", {getattr(arm.config.data, name) for arm in arms}, f"set one data.{name} for all")
     rows = {arm.config.data.rows * arm.config.run.validate_batches for arm in arms}
@@ -130,10 +130,12 @@ def check_study(arms: Sequence[Arm], seeds: int, lrs: Sequence[float], lr_share:
 
 
 def check_equal(name: str, values: Collection[Any], hint: str) -> None:
-    """Losses on different validation tokens could not be compared."""
+    """Raise an error if arms differ: losses on different validation tokens cannot be compared."""
     if len(values) > 1:
         listed = ", ".join(sorted(map(str, values)))
-        raise ValueError(f"{name} differs between arms ({listed}): they would not be judged by the same tokens; {hint}")
+        raise ValueError(
+            f"{name} differs between arms ({listed}): they would not be validated on the same tokens; {hint}"
+        )
 
 
 def short_task(arm: Arm, lr: float, folder: Path, data: str, share: float) -> Task:
@@ -150,7 +152,7 @@ def long_task(arm: Arm, seed: int, lr: float | None, folder: Path, data: str) ->
 
 
 def with_run_folder(config: TrainConfig, folder: Path, words: str, data: str) -> TrainConfig:
-    """In a folder that only an equal configuration on equal data has."""
+    """A copy with a folder that only an identical configuration on identical data has."""
     digest = hashlib.sha256(f"{config.digest}\n{data}".encode()).hexdigest()[:10]
     slug = re.sub(r"[^A-Za-z0-9._=+-]+", "_", words)
     return with_changes(config, folder=str(folder / "runs" / f"{slug}_{digest}"))
@@ -163,7 +165,7 @@ def describe_size(config: TrainConfig) -> str:
 
 
 def describe_settings(study: Study, **more: Any) -> Mapping[str, Any]:
-    """What a page tells of a study, with the fields `more`."""
+    """The settings of a study for its page, and the fields `more`."""
     first = study.arms[0].config
     sizes = {arm.size: arm.config for arm in reversed(study.arms)}  # the first arm of each
     return {

@@ -1,1 +1,1 @@
-"""What is not about depth: files, checks of what users give, the terminal."""
+"""Helpers that are independent of depth mixing: files, checks of user input, the terminal."""

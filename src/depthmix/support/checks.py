@@ -1,4 +1,4 @@
-"""What users give, checked in one place: options and their ranges, KEY=VALUE, paths, devices, memory, packages."""
+"""Checks of user input: options and their ranges, KEY=VALUE, paths, devices, memory, packages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 
 
 def parse_value(text: Any) -> Any:
-    """The number, true or false, none, or list that a text spells, in any case; else the text itself."""
+    """Parse a number, true or false, none (in upper or lower case) or a list; otherwise return the string itself."""
     if not isinstance(text, str):
         return text
     word = text.strip().lower()
@@ -40,7 +40,7 @@ def split_pair(text: str, example: str) -> tuple[str, str]:
 
 
 def parse_bytes(name: str, value: Any) -> int:
-    """Bytes from a number, or from a text such as 256MB, 1.5GiB or 1000000."""
+    """A number of bytes, from a number or a string such as 256MB, 1.5GiB or 1000000."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(?:([kmgt]?)(i?)b)?\s*", str(value).lower())
     if isinstance(value, (bool, float)) or match is None:
         raise ValueError(f"{name}={value!r}; expected a number of bytes, such as 268435456, 256MB or 0.5GiB")
@@ -49,14 +49,14 @@ def parse_bytes(name: str, value: Any) -> int:
 
 
 def closest(word: object, known: Iterable[str]) -> str | None:
-    """The known word that was probably meant: one whose last part is the word itself, or one that is spelled alike."""
+    """The known name that was probably meant: one whose last dotted part is `word`, or one with a similar spelling."""
     names = list(known)
     dotted = [name for name in names if name.endswith(f".{word}")]
     return next(iter(dotted or difflib.get_close_matches(str(word), names, 1)), None)
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """A sentence for an error about an unknown word, with a space behind it; empty where no known word is near."""
+    """A sentence for an error about an unknown name, with a trailing space; empty if no known name is similar."""
     meant = closest(word, known)
     return "" if meant is None else f"Did you mean {meant!r}? "
 
@@ -67,36 +67,36 @@ def user_path(text: str | os.PathLike[str]) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise ValueError(
-            f"{str(text)!r}: this machine has no user {Path(text).parts[0][1:]!r}. Write the path in full, or with ./ "
-            "in front if the folder is called so"
+            f"{str(text)!r}: this machine has no user {Path(text).parts[0][1:]!r}. Write the full path, or put ./ in "
+            "front if the name really begins with ~"
         ) from None
 
 
 def check_memory(what: str, size: float, remedy: str) -> None:
-    """Refuse what this machine cannot hold, before it is allocated; where the machine tells how much that is."""
+    """Raise an error if `size` bytes exceed this machine's memory; no check where its size is unknown."""
     try:
         most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # no such question on Windows
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
         return
     if size > most:
-        raise ValueError(f"{what} take {size / 2**30:,.1f} GiB; this machine has {most / 2**30:,.1f} GiB. {remedy}")
+        raise ValueError(f"{what} need {size / 2**30:,.1f} GiB; this machine has {most / 2**30:,.1f} GiB. {remedy}")
 
 
 def check_device(name: torch.device | str) -> torch.device:
-    """A device that this machine has and that computes; `meta` knows shapes only."""
+    """The device, if this machine has it and can compute on it (`meta` cannot)."""
     try:
         device = torch.device(name)
         module = torch.get_device_module(device)
         works = device.type != "meta" and module.is_available() and (device.index or 0) < module.device_count()
-    except (RuntimeError, AttributeError):  # a word that torch does not know, a device it was not built for
+    except (RuntimeError, AttributeError):  # a name that torch does not know, or a device that it was not built for
         works = False
     if not works:
-        raise ValueError(f"device={str(name)!r} is not available; try cpu, or cuda or mps where torch finds one")
+        raise ValueError(f"device={str(name)!r} is not available; try cpu, or cuda or mps if torch finds one")
     return device
 
 
 def import_package(module: str, needed_by: str, install: str) -> Any:
-    """A package that only some uses need; where it is not installed, an error with the word after `pip install`."""
+    """Import an optional package; if it is missing, the error says what to `pip install`."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -107,25 +107,26 @@ def import_package(module: str, needed_by: str, install: str) -> Any:
 
 
 def import_function(option: str, name: str, others: str = "") -> Any:
-    """The function behind `package.module:function`. Importing it runs the code of its module."""
+    """Import the function named `package.module:function`. This runs the code of its module."""
     module, sign, attribute = name.partition(":")
     if not (module and sign and attribute):
         raise ValueError(f"{option}={name!r}; expected {others}package.module:function, such as torch:exp")
     try:
-        found: Any = importlib.import_module(module)
+        function: Any = importlib.import_module(module)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            function = getattr(function, part)
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"{option}={name!r} cannot be imported ({type(error).__name__}: {error}). Install its package, or put the "
             "folder of its module on PYTHONPATH"
         ) from error
-    if not callable(found):
-        raise ValueError(f"{option}={name!r} is a {type(found).__name__}; expected a function")
-    return found
+    if not callable(function):
+        raise ValueError(f"{option}={name!r} is a {type(function).__name__}; expected a function")
+    return function
 
 
 def check_option(name: str, value: object, hint: Any) -> None:
+    """Raise an error unless `value` fits the annotation `hint`."""
     choices = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         if value not in choices:
@@ -146,11 +147,10 @@ def check_option(name: str, value: object, hint: Any) -> None:
             raise ValueError(f"{name}={value!r}; expected a whole number")
     elif hint is str:
         if not isinstance(value, str):
-            raise ValueError(f"{name}={value!r}; expected a text")
-        if any(
-            "\ud800" <= letter <= "\udfff" for letter in value
-        ):  # bytes of an argument that no file can hold as text
-            raise ValueError(f"{name}={value!r}; expected a text in UTF-8. Choose another name")
+            raise ValueError(f"{name}={value!r}; expected a string")
+        # Surrogates stand for bytes of a command-line argument that are not UTF-8.
+        if any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise ValueError(f"{name}={value!r}; expected a string that is valid UTF-8. Choose another name")
     elif hint is float and not is_finite(value):
         raise ValueError(f"{name}={value!r}; expected a finite number")
 
@@ -160,7 +160,7 @@ def is_finite(value: object) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number beyond every float
+    except OverflowError:  # a whole number too large for a float
         return False
 
 
@@ -182,7 +182,7 @@ def check_divides(name: str, value: int, dim: int, of: str = "the width, dim") -
 
 
 def check_fields(config: Any) -> None:
-    """Values against annotations, for fields that are numbers, words or flags."""
+    """Check every field of a dataclass against its annotation."""
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value, hint = getattr(config, field.name), hints[field.name]
@@ -196,7 +196,7 @@ def check_fields(config: Any) -> None:
 
 
 def make_part(cls: type, name: str, given: Any) -> Any:
-    """A part of a configuration from the mapping that a file or a command line gives; anything else stays as it is."""
+    """Build `cls` from a mapping, as read from a file or command line; return any other value unchanged."""
     if not isinstance(given, Mapping):
         return given
     fields = dataclasses.fields(cls)

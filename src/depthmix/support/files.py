@@ -1,6 +1,6 @@
-"""Files that are whole or not there: written beside their target, flushed, renamed; read so that damage names its file.
+"""Files that are complete or absent: written to a temporary path, flushed, renamed. Errors of reading name the file.
 
-Also locks, and hashes of files and of words.
+Also locks, and hashes of files and strings.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2  # of the files of models and runs; `mechanisms.legacy` reads the older ones
+FORMAT = 2  # of model and run files; `mechanisms.legacy` reads older ones
 
 
 def digest(path: Path) -> str:
@@ -29,25 +29,25 @@ def digest(path: Path) -> str:
 
 
 def seed_of(*words: object, separator: str = "/") -> int:
-    """A seed from a few words, the same everywhere: seeds of different words have nothing in common.
+    """A seed derived from `words`: the same on every machine, and unrelated for different words.
 
-    Weights and texts are drawn with it, so neither the formula nor the separator of a use may ever change.
+    Weights and texts are drawn with it, so neither the formula nor the separator of a caller may ever change.
     """
     return int.from_bytes(hashlib.sha256(separator.join(map(str, words)).encode()).digest()[:7], "big")
 
 
 @contextmanager
 def lock(path: Path, refusal: str | None = None) -> Iterator[None]:
-    """One process at a time; the lock goes with the process, however it ends.
+    """Hold an exclusive lock; it is released when the process ends, however it ends.
 
     Args:
-        path: a file that exists for this only; it stays when the lock ends.
-        refusal: of the ValueError where another process has the lock; None: wait for it, with a note on stderr.
+        path: a file that serves only as the lock; it is not removed afterwards.
+        refusal: message of the ValueError if another process holds the lock; None: wait, with a message on stderr.
     """
     with path.open("w") as file:
         try:
             import fcntl
-        except ModuleNotFoundError:  # Windows: nothing keeps a second process out
+        except ModuleNotFoundError:  # Windows: there is no lock, a second process is not kept out
             yield
             return
         try:
@@ -55,14 +55,14 @@ def lock(path: Path, refusal: str | None = None) -> Iterator[None]:
         except BlockingIOError:
             if refusal is not None:
                 raise ValueError(refusal) from None
-            print(f"waiting for another process at {path}", file=sys.stderr, flush=True)
+            print(f"waiting for another process to release {path}", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
 def beside(target: Path) -> Iterator[Path]:
-    """A path next to `target`, which is gone afterwards unless it was renamed."""
+    """A temporary path next to `target`; it is removed afterwards unless it was renamed."""
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
         yield part
@@ -72,7 +72,7 @@ def beside(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """A path to write to, which takes the place of `target` at the end; an older file there stays whole until then."""
+    """A temporary path to write to; it replaces `target` at the end. Until then an older file stays intact."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with beside(target) as part:
         yield part
@@ -82,17 +82,18 @@ def replacing(target: Path) -> Iterator[Path]:
 
 
 def write_text(target: Path, text: str) -> None:
+    """Write a text file; an older one stays intact until the new one is complete."""
     with replacing(target) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def flush(path: Path) -> None:
-    """Onto the disk, a file's content or a folder's names; a file gets the mode that any new one has."""
+    """Write a file's content, or a folder's entries, to disk; a file gets the permissions of any new file."""
     if path.is_file():
         mask = os.umask(0)
         os.umask(mask)
         path.chmod(0o666 & ~mask)
-    elif os.name == "nt":  # folders cannot be opened there
+    elif os.name == "nt":  # Windows cannot open folders
         return
     handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
     try:
@@ -105,24 +106,24 @@ def read_text(path: Path, remedy: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is damaged: no UTF-8 text ({error}). {remedy}") from error
+        raise ValueError(f"{path} is damaged: it is not valid UTF-8 ({error}). {remedy}") from error
 
 
 def read_json(path: Path, remedy: str) -> Any:
-    """The content of a JSON file; where it is none, an error with the file's name and what to do."""
+    """The content of a JSON file. Errors name the file and end with `remedy`."""
     try:
         return json.loads(read_text(path, remedy))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is damaged: no JSON ({error}). {remedy}") from error
+        raise ValueError(f"{path} is damaged: it is not valid JSON ({error}). {remedy}") from error
 
 
 def read_object(path: Path, remedy: str, needed: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A JSON object that has the fields `needed`."""
+    """The content of a JSON file: an object that has the fields `needed`."""
     content = read_json(path, remedy)
     if not isinstance(content, dict):
-        raise ValueError(f"{path} is damaged: it holds a {type(content).__name__}, not an object. {remedy}")
+        raise ValueError(f"{path} is damaged: it contains a {type(content).__name__}; expected an object. {remedy}")
     if missing := [name for name in needed if name not in content]:
-        raise ValueError(f"{path} is damaged: it lacks {', '.join(missing)}. {remedy}")
+        raise ValueError(f"{path} is damaged: it has no {', '.join(missing)}. {remedy}")
     return content
 
 
@@ -133,7 +134,7 @@ def read_lines(path: Path, remedy: str) -> list[dict[str, Any]]:
         try:
             content = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}, is damaged: no JSON ({error}). {remedy}") from error
+            raise ValueError(f"{path}, line {number}, is damaged: it is not valid JSON ({error}). {remedy}") from error
         if not isinstance(content, dict):
             raise ValueError(f"{path}, line {number}, is damaged: {line[:40]!r} is not an object. {remedy}")
         objects.append(content)
@@ -144,11 +145,11 @@ def parse_toml(text: str, where: str, remedy: str) -> dict[str, Any]:
     try:
         toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("TOML needs Python 3.11, or the package tomli: pip install tomli") from None
+        raise ModuleNotFoundError("TOML needs Python 3.11 or newer, or the package tomli: pip install tomli") from None
     try:
         return dict(toml.loads(text))
     except toml.TOMLDecodeError as error:
-        raise ValueError(f"{where} is damaged: no TOML ({error}). {remedy}") from error
+        raise ValueError(f"{where} is damaged: it is not valid TOML ({error}). {remedy}") from error
 
 
 def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Any], dict[str, str]]:
@@ -159,11 +160,11 @@ def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Any], dict[str, str
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no safetensors file ({error}). {remedy}") from error
+        raise ValueError(f"{path} is damaged or not a safetensors file ({error}). {remedy}") from error
 
 
 def format_of(content: Mapping[str, Any], where: object) -> int:
-    """The format of a file; 1 where it says none, as in 0.1.0. One that this version does not know is an error."""
+    """The format number of a file; 1 if it has none, as files of 0.1.0. An unknown number is an error."""
     number = content.get("format", 1)
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise ValueError(f"{where} has format {number!r}; expected a whole number from 1 to {FORMAT}. Restore the file")
@@ -176,7 +177,7 @@ def format_of(content: Mapping[str, Any], where: object) -> int:
 
 
 def toml_lines(table: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[str]:
-    """TOML has no null: fields that are None are left out, which is their default."""
+    """The lines of a TOML table. TOML has no null: fields that are None, which is their default, are left out."""
     for name, value in table.items():
         if value is not None and not isinstance(value, Mapping):
             yield f"{name} = {toml_value(value)}"
@@ -195,5 +196,5 @@ def toml_value(value: Any) -> str:
 def version() -> str:
     try:
         return importlib.metadata.version("depthmix")
-    except importlib.metadata.PackageNotFoundError:  # run from its sources
+    except importlib.metadata.PackageNotFoundError:  # not installed, but run from a source tree
         return "unknown"

@@ -1,6 +1,6 @@
-"""What a terminal shows and what runs beside us: texts as they are, progress, durations, messages, child processes.
+"""Terminal output and child processes: tables, plain texts, messages, progress, durations.
 
-Names from files and from users may hold what looks like markup; nothing here reads any into them.
+Names from files and from users may look like markup; nothing here interprets them as such.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -40,17 +41,46 @@ def styled(*parts: str | tuple[str, str]) -> Text:
 
 
 def print_table(title: str, headings: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """A plain table; columns without any content are left out."""
-    from rich import box
-    from rich.table import Table
+    """A plain table; columns without any content are left out.
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    shown = [k for k in range(len(headings)) if any(row[k] for row in cells)]
-    for k in shown:
-        table.add_column(headings[k], overflow="fold", no_wrap=k > 0)
-    for row in cells:
-        table.add_row(*(row[k] for k in shown))
-    console().print(table)
+    Where it is wider than the terminal, the cells of the first column have lines of their own: no word is broken.
+    """
+    from rich.cells import cell_len, set_cell_size
+
+    shown = [k for k in range(len(headings)) if any(row[k] for row in cells)] or [0]
+    rows = [[row[k] for k in shown] for row in (headings, *cells)]
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    stacked = sum(widths) + 2 * (len(widths) - 1) > (room := console().width)
+    if title:
+        print(title)
+    for number, (first, *others) in enumerate(rows):
+        padded = [set_cell_size(cell, width) for cell, width in zip(others, widths[1:], strict=True)]
+        if stacked:
+            print(wrapped(first, room))
+            first, widths[0] = "", 0
+        print("  ".join([set_cell_size(first, widths[0]), *padded]).rstrip())
+        if number == 0:
+            print("─" * (sum(widths) + 2 * (len(widths) - 1)))
+
+
+def wrapped(text: str, width: int, first: str = "", later: str = "") -> str:
+    """Broken between words only, with an indent of the first line and one of those after it."""
+    lines = textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines)
+
+
+def print_wrapped(text: str, indent: str = "") -> None:
+    """On stdout, at the width of the terminal (80 columns where there is none)."""
+    print(wrapped(text, console().width, later=indent))
+
+
+def cut(text: str, width: int) -> str:
+    """At most `width` characters, cut after a whole word and marked with an ellipsis."""
+    if len(text) <= width:
+        return text
+    return text[:width].rpartition(" ")[0].rstrip(" ,;:") + "…"
 
 
 def say(text: str) -> None:
@@ -59,22 +89,26 @@ def say(text: str) -> None:
 
 
 def format_duration(seconds: float) -> str:
-    """In seconds, minutes, hours or days."""
+    """In seconds, minutes, hours and minutes, or days and hours."""
     if seconds < 100:
         return f"{seconds:.0f} s"
-    if seconds < 100 * 60:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+    minutes = round(seconds / 60)
+    if minutes < 100:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24:,} days {hours % 24} h"
 
 
 class Progress:
-    """How far some work is, on stderr: a bar with the time left on a terminal, elsewhere a plain line now and then.
+    """Progress of some work on stderr: the time left and a bar on a terminal, elsewhere a plain line now and then.
 
-    Only `update` draws, no thread does: nothing disturbs what is measured in between.
+    Only `update` draws, and no thread does, so that nothing disturbs what is measured in between.
     """
 
     def __init__(self, total: float | None, *, first: float = 0.0, every: float = LINE) -> None:
-        """`first` of `total` were done before; `every` so many seconds comes a plain line."""
+        """`first` of `total` were done before; without a terminal there is a plain line every `every` seconds."""
         self.total, self.first = total, first
         self.on_terminal = sys.stderr.isatty()
         self.every = REDRAW if self.on_terminal else every
@@ -104,36 +138,38 @@ class Progress:
     def show(self, done: float, text: str, left: float | None) -> None:
         """At once, with `left` seconds as the caller knows them; None: unknown."""
         self.shown = time.monotonic()
-        ending = "" if left is None else f"about {format_duration(left)} left"
+        remaining = "" if left is None else f"about {format_duration(left)} left"
         if self.on_terminal:
-            self.draw(done, text, ending)
+            self.draw(done, text, remaining)
         else:
-            say(f"{text}, {ending}" if ending else text)
+            say(f"{remaining}: {text}" if remaining else text)
 
     def seconds_left(self, done: float) -> float | None:
         if self.total is None or not self.first < done <= self.total:
             return None
         return (time.monotonic() - self.begun) / (done - self.first) * (self.total - done)
 
-    def draw(self, done: float, text: str, ending: str) -> None:
+    def draw(self, done: float, text: str, remaining: str) -> None:
+        """Time left, bar and text in one row; the text is cut where the row is full."""
         from rich import progress as rich
 
         if self.bar is None:
-            columns = [rich.TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[left]")]
-            terminal = console(stderr=True)
+            columns = [
+                rich.TextColumn(f"{{task.{name}}}", markup=False) for name in ("fields[remaining]", "description")
+            ]
             self.bar = rich.Progress(
                 columns[0],
                 rich.BarColumn(BAR),
                 columns[1],
-                console=terminal,
+                console=console(stderr=True),
                 auto_refresh=False,
                 transient=True,
                 redirect_stdout=False,
             )
             self.bar.start()
-            self.task = self.bar.add_task("", total=self.total, left="")
-        room = max(self.bar.console.width - BAR - len(ending) - 3, 10)
-        self.bar.update(self.task, completed=done, description=text[:room], left=ending, refresh=True)
+            self.task = self.bar.add_task("", total=self.total, remaining="")
+        room = max(self.bar.console.width - BAR - len(remaining) - 3, 10)
+        self.bar.update(self.task, completed=done, description=cut(text, room), remaining=remaining, refresh=True)
 
 
 def track(items: Iterable[T], label: str, unit: str, total: int) -> Iterator[T]:

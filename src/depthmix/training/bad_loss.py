@@ -1,4 +1,4 @@
-"""A loss that is not finite, or far above what it was: leave the step out, or stop and say where it comes from."""
+"""A loss that is not finite, or far above the running median: skip the step, or stop and name the likely layer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from depthmix.training.manifest import list_checkpoints
 from depthmix.training.resume import wait_for_checkpoint
 from depthmix.training.run import Run
 
-WINDOW, ENOUGH = 64, 16  # losses of the running median, and how many it needs
-SKIPS = 16  # bad losses in a row that end a run which skips them
+WINDOW, ENOUGH = 64, 16  # losses in the running median, and the fewest it needs
+SKIPS = 16  # most bad losses in a row that a run skips
 
 
 class BadLoss(RuntimeError):
-    """The loss is not finite, or far above what it was."""
+    """The loss is not finite, or far above the running median."""
 
 
 def check_loss(loss: float, norm: float, before: list[float], factor: float) -> str | None:
@@ -32,7 +32,7 @@ def check_loss(loss: float, norm: float, before: list[float], factor: float) -> 
 
 
 def skip_or_stop(run: Run, problem: str) -> None:
-    """Discard what this step has counted and continue without its gradient; or raise BadLoss."""
+    """Discard this step's expert counts and continue without its gradient, or raise BadLoss."""
     if run.config.run.on_bad_loss == "stop" or run.progress.bad > SKIPS:
         bad = run.progress.bad
         stop(run, problem + (f" ({bad} bad steps in a row)" if bad > 1 else ""))
@@ -46,7 +46,7 @@ def stop(run: Run, problem: str) -> NoReturn:
     layer = largest_layer(run.model, run.probe_loss)
     saved = list_checkpoints(run.folder / "checkpoints")
     raise BadLoss(
-        f"step {run.progress.step}: {problem}. Largest layer: {layer}. Last good checkpoint: "
-        f"{saved[-1] if saved else 'none'}. Lower optimizer.lr (now {run.config.optimizer.lr:g}) in another folder, or "
-        "resume in this one with run.on_bad_loss=skip or another run.bad_loss_factor"
+        f"step {run.progress.step}: {problem}. Layer with the largest output: {layer}. Last good checkpoint: "
+        f"{saved[-1] if saved else 'none'}. Train in another folder with a lower optimizer.lr (now "
+        f"{run.config.optimizer.lr:g}), or resume in this one with run.on_bad_loss=skip or another run.bad_loss_factor"
     )

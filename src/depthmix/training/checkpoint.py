@@ -1,9 +1,9 @@
 """Checkpoints that are complete or absent, written by torch.distributed.checkpoint as safetensors.
 
-`checkpoints/step-00001000/` holds one safetensors file a rank, `state.json` (all that is no tensor) and `manifest.json`
-with the size and SHA-256 of both kinds. It is written under another name beside, flushed and renamed. Nothing is ever
-unpickled: DCP's own format keeps its metadata in a pickle, so its safetensors form is used instead; and nothing but the
-manifest is read before all hashes have been checked.
+`checkpoints/step-00001000/` holds one safetensors file per rank, `state.json` (everything that is not a tensor) and
+`manifest.json` with the size and SHA-256 of these files. It is written under a temporary name, flushed and renamed.
+Nothing is ever unpickled: DCP's own format keeps its metadata in a pickle, so its safetensors form is used instead; and
+only the manifest is read before all hashes have been checked.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ SEPARATOR = "|"  # between the keys of nested mappings
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that could not be written; those before it are as they were."""
+    """A checkpoint could not be written; earlier ones are unchanged."""
 
 
 def save(
     folder: Path, step: int, state: Mapping[str, Any], *, keep: int = 3, asynchronous: bool = False
 ) -> Future[None] | None:
-    """Write nested mappings of tensors and of what JSON can hold; then remove all but the newest `keep`.
+    """Write nested mappings of tensors and JSON values; then remove all but the newest `keep` checkpoints.
 
-    Asynchronous: tensors are copied, and a thread writes the copies. The future's `result()` raises what went wrong;
-    wait for it before the next save. Over several ranks every rank calls this.
+    Asynchronous: tensors are copied, and a thread writes the copies. The future's `result()` raises any error; wait for
+    it before the next save. With several ranks, every rank must call this.
     """
     tensors, rest = flatten(state)
     tensors = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
@@ -48,7 +48,7 @@ def save(
         return None
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     rest = json.loads(json.dumps(rest))
-    # Messages of the writers must not mix with those of the training that goes on.
+    # Messages of the writers must not mix with those of training, which continues.
     group = dist.new_group(backend="gloo") if ranks.is_distributed() else None
     pool = ThreadPoolExecutor(1)
     future = pool.submit(write, folder, step, copies, rest, keep, group)
@@ -77,7 +77,7 @@ def write(folder: Path, step: int, tensors: dict[str, Tensor], rest: Any, keep: 
         if ranks.rank() == 0:
             shutil.rmtree(part, ignore_errors=True)
         others = [path.name for path in list_checkpoints(folder)]
-        kept = f"Intact in {folder}: {', '.join(others)}" if others else f"No earlier one is in {folder}"
+        kept = f"Unchanged in {folder}: {', '.join(others)}" if others else f"{folder} has no earlier checkpoint"
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written: {reason_of(error)}. {kept}"
         ) from error
@@ -90,13 +90,13 @@ def write(folder: Path, step: int, tensors: dict[str, Tensor], rest: Any, keep: 
 
 def remove_old(folder: Path, step: int, keep: int) -> None:
     saved = list_checkpoints(folder)
-    newer = [path for path in saved if step_of(path) > step]  # damaged ones that this run has passed over at its start
+    newer = [path for path in saved if step_of(path) > step]  # damaged: this run did not resume from them
     for path in newer + [path for path in saved if step_of(path) <= step][:-keep]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def on_rank_0(work: Callable[[], None], group: Any) -> None:
-    """Do it on rank 0; all learn whether it went well."""
+    """Do the work on rank 0; if it fails, every rank raises an error."""
     problem: Exception | None = None
     if ranks.rank() == 0:
         try:
@@ -123,14 +123,14 @@ def finalize(part: Path, target: Path, step: int, rest: Any) -> None:
     write_manifest(part, step)
     for path in (*part.iterdir(), part):
         flush(path)
-    if target.exists():  # damaged: else this run would have started from it
+    if target.exists():  # damaged: otherwise this run would have resumed from it
         shutil.rmtree(target)
     part.rename(target)
     flush(target.parent)
 
 
 def reason_of(error: BaseException) -> str:
-    """DCP keeps the reason of each rank inside its own exception."""
+    """The message of an error; DCP keeps the errors of all ranks inside its own exception."""
     failures = getattr(error, "failures", None)
     if failures:
         return "; ".join(
@@ -141,10 +141,10 @@ def reason_of(error: BaseException) -> str:
 
 
 def load_latest(folder: Path, into: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]] | None:
-    """The newest intact checkpoint: its step and its state. Damaged ones are passed over, with a message on stderr; one
-    of another version is an error.
+    """The step and state of the newest intact checkpoint; None if there is none.
 
-    `into` holds tensors, sharded ones too, that are filled in place; without it they are made.
+    Damaged ones are skipped, with a message on stderr; one of another format version is an error. `into` holds tensors,
+    possibly sharded, to be filled in place; without it new ones are created.
     """
     step = -1
     if ranks.rank() == 0:
@@ -160,13 +160,15 @@ def read(path: Path, into: Mapping[str, Any] | None) -> dict[str, Any]:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-    rest = read_json(path / STATE, "Remove this checkpoint, and an older one is taken")
+    rest = read_json(path / STATE, "Remove this checkpoint to use an older one")
     stored: dict[str, Any] = dict(HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata)
     if into is None:
         tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in stored.items()}
     else:
         tensors, _ = flatten(into)
-        tensors = {name: tensor for name, tensor in tensors.items() if not is_record(name)}  # `config` says the same
+        tensors = {
+            name: tensor for name, tensor in tensors.items() if not is_record(name)
+        }  # `config` has the same content
         shapes = {name: list(meta.size) for name, meta in stored.items() if not is_record(name)}
         check_fit(path, {name: list(tensor.shape) for name, tensor in tensors.items()}, shapes)
     with warnings.catch_warnings():
@@ -184,13 +186,13 @@ def check_fit(path: Path, wanted: Mapping[str, list[int]], stored: Mapping[str, 
     if wrong:
         name = wrong[0]
         raise ValueError(
-            f"{path} is of another model: {name} has shape {stored.get(name)} there and {wanted.get(name)} here"
-            f"{f', and {len(wrong) - 1} more differ' if wrong[1:] else ''}. Choose another folder"
+            f"{path} belongs to another model: {name} has shape {stored.get(name)}, expected {wanted.get(name)}"
+            f"{f' ({len(wrong) - 1} more tensors differ)' if wrong[1:] else ''}. Choose another folder"
         )
 
 
 def flatten(state: Mapping[str, Any], above: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by their joined keys, and all else nested as it was."""
+    """Tensors by their joined keys, and everything else nested as before."""
     tensors: dict[str, Tensor] = {}
     rest: dict[str, Any] = {}
     for key, value in state.items():

@@ -1,4 +1,4 @@
-"""Everything that decides a run, as plain data: frozen dataclasses, TOML, one dial."""
+"""The configuration of a run as plain data: frozen dataclasses, TOML, and defaults from one dial, the depth."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ RESTORE = "Restore the file, or choose another"
 class DataConfig:
     source: str = "stdlib"  # or a folder, a text, JSONL or Parquet file, or hf:NAME
     tokenizer: str = "bytes"  # or bpe:4096, or a tokenizer.json
-    folder: str | None = None  # of the tokens; None: under data/, by what decides them
-    validation: float = 0.05  # share that is held out
-    field: str = "text"  # of a row of JSONL, Parquet or a dataset: where its text is
+    folder: str | None = None  # where tokens are stored; None: under data/, named by what decides them
+    validation: float = 0.05  # share of the text that is held out
+    field: str = "text"  # field with the text, in rows of JSONL, Parquet or a dataset
     tokens_per_row: int = 256
-    rows: int = 16  # of a micro-batch, over all ranks
+    rows: int = 16  # rows of a micro-batch, over all ranks
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -45,24 +45,23 @@ class DataConfig:
         marks = [self.source, self.tokenizer]
         options = {name: getattr(self, name) for name in ("validation", "field")}
         marks += [f"{name}={value}" for name, value in options.items() if value != getattr(DataConfig, name)]
-        if (
-            marks[2:] or "/" in self.source + self.tokenizer
-        ):  # paths that differ in one character must not share a folder
+        # Paths that differ in one character must not share a folder.
+        if marks[2:] or "/" in self.source + self.tokenizer:
             words.append(hashlib.sha256("\n".join(marks).encode()).hexdigest()[:8])
         return Path("data") / "_".join(words)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Muon takes the matrices of the sublayers, scaled so that AdamW's rate and decay serve for both."""
+    """Muon updates the matrices of the sublayers, scaled so that one learning rate and decay suit both optimisers."""
 
     name: Literal["adamw", "muon"] = "adamw"
     lr: float = 3e-3
     betas: tuple[float, ...] = (0.9, 0.95)
     eps: float = 1e-8
-    momentum: float = 0.95  # of Muon
-    weight_decay: float = 0.1  # of matrices
-    clip: float = 1.0  # largest norm of the whole gradient; 0: none
+    momentum: float = 0.95  # Muon only
+    weight_decay: float = 0.1  # matrices only
+    clip: float = 1.0  # largest norm of the whole gradient; 0: no clipping
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -80,28 +79,28 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """Shares of all steps, so that a shorter run has the same shape."""
+    """Lengths are shares of all steps, so that a shorter run has a schedule of the same shape."""
 
     kind: Literal["cosine", "wsd"] = "cosine"  # wsd: warmup, stable, decay
     warmup: float = 0.02
-    decay: float = 0.2  # of wsd: the last share, in which the rate falls in a line
-    final: float = 0.1  # the last rate over the highest
+    decay: float = 0.2  # wsd only: the last share of the steps, over which the rate falls linearly
+    final: float = 0.1  # final rate as a share of the highest
 
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("warmup", "decay", "final"):
             check_range(f"schedule.{name}", getattr(self, name), 0, 1)
         if self.kind == "wsd" and self.warmup + self.decay > 1:
-            raise ValueError(f"schedule.warmup={self.warmup} and decay={self.decay}; expected at most 1 together")
+            raise ValueError(f"schedule.warmup={self.warmup} and decay={self.decay}; expected a sum of at most 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     folder: str = "runs/run"
     steps: int = 1000
-    accumulate: int = 1  # micro-batches of a step
+    accumulate: int = 1  # micro-batches per step
     seed: int = 0
-    weights_seed: int = 0  # another number draws other initial weights, for the same order of the data
+    weights_seed: int = 0  # changes the initial weights, but not the order of the data
     device: str = "cpu"
     precision: Literal["float32", "bfloat16"] = "float32"
     compile: bool = False
@@ -113,8 +112,8 @@ class RunConfig:
     snapshot_every: int = 500  # M and weights over sources, averaged over a fixed batch
     depth_every: int = 100  # magnitudes over depth and what layers read, on the same batch
     on_bad_loss: Literal["stop", "skip"] = "stop"
-    bad_loss_factor: float = 3.0  # a loss above so many times the running median is bad
-    tracker: Literal["none", "tensorboard", "trackio"] = "none"
+    bad_loss_factor: float = 3.0  # a loss above this multiple of the running median is bad
+    tracker: Literal["none", "tensorboard", "trackio", "wandb"] = "none"
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -149,15 +148,15 @@ class TrainConfig:
         optimizer: str = "muon",
         **model: Any,
     ) -> TrainConfig:
-        """All from one number: `depth` sublayers of width 32·depth, 20 tokens per parameter; initial weights and
-        learning rate follow from depth and width. How it was chosen: docs/results/recipe.md.
+        """A whole configuration from one number: `depth` sublayers of width 32·depth, 20 tokens per parameter; initial
+        weights and learning rate follow from depth and width. How they were chosen: docs/results/recipe.md.
 
         Args:
-            depth: sublayers; attention and MLP count separately.
+            depth: number of sublayers; attention and MLP count separately.
             mixer: a mechanism's name; a KV mechanism alone uses the plain residual; join two with +.
             tokenizer: bytes, bpe:SIZE or a tokenizer.json; decides the vocabulary, unless `vocab_size` is given.
-            folder: of the run.
-            tokens: to train on.
+            folder: folder of the run.
+            tokens: number of tokens to train on.
             optimizer: muon or adamw; decides the learning rate.
             model: other fields of DecoderConfig.
         """
@@ -177,7 +176,7 @@ class TrainConfig:
         return cls(model=decoder, data=data, optimizer=chosen, schedule=ScheduleConfig(warmup=0.1), run=run)
 
     def to_dict(self) -> dict[str, Any]:
-        """As it was given; `from_dict` reads it with the defaults of this version."""
+        """The configuration as it was given; `from_dict` reads it with the defaults of this version."""
         parts = {f.name: dataclasses.asdict(getattr(self, f.name)) for f in dataclasses.fields(self)}
         return {**parts, "model": self.model.to_dict()}
 
@@ -191,16 +190,16 @@ class TrainConfig:
         number = format_of(content, where)
         parts = {name: part for name, part in content.items() if name != "format"}
         if not isinstance(parts.get("model"), Mapping):
-            return cls.from_dict(parts)  # which says what is wrong
+            return cls.from_dict(parts)  # which raises the error
         return cls.from_dict({**parts, "model": DecoderConfig.from_saved(parts["model"], number).to_dict()})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
         hints = get_type_hints(cls)
         if extra := sorted(set(values) - set(hints)):
-            raise ValueError(f"unknown parts {', '.join(extra)}; expected some of {', '.join(hints)}")
+            raise ValueError(f"unknown sections {', '.join(extra)}; expected some of {', '.join(hints)}")
         if "model" not in values:
-            raise ValueError("the part [model] is missing; expected a configuration that `depthmix train` wrote")
+            raise ValueError("the section [model] is missing; expected a configuration that `depthmix train` wrote")
         for name, part in values.items():
             if not isinstance(part, Mapping):
                 raise ValueError(f"{name}={part!r}; expected its fields, such as {name}.{field_names(hints[name])[0]}")
@@ -208,7 +207,7 @@ class TrainConfig:
         for name in set(values) - {"model"}:
             known = field_names(hints[name])
             if extra := sorted(set(values[name]) - set(known)):
-                raise ValueError(f"unknown fields {', '.join(extra)} of {name}; expected some of {', '.join(known)}")
+                raise ValueError(f"unknown fields {', '.join(extra)} in {name}; expected some of {', '.join(known)}")
             parts[name] = hints[name](**values[name])
         return cls(**parts)
 
@@ -226,7 +225,7 @@ class TrainConfig:
         try:
             return cls.from_saved(read_none(content), where)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{where} is no configuration of this version: {error}") from error
+            raise ValueError(f"{where} is not a valid configuration of this version: {error}") from error
 
     @classmethod
     def from_file(cls, path: Path) -> TrainConfig:
@@ -234,12 +233,12 @@ class TrainConfig:
 
     @property
     def digest(self) -> str:
-        """Of all that decides weights and losses."""
+        """The digest of all fields that affect weights and losses."""
         return digest_of({**self.to_dict(), "model": self.model.fingerprint()})
 
 
 def read_none(content: dict[str, Any]) -> dict[str, Any]:
-    """TOML has no null: an option that is None is written as "none", since its default may become another one."""
+    """TOML has no null: an option that is None is written as "none", since its default may change later."""
     model: Any = content.get("model")
     for child in ("mixer", "kv_mixer"):
         if isinstance(model, dict) and isinstance(options := model.get(child), dict):

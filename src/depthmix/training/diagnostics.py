@@ -1,4 +1,4 @@
-"""What a model does on a fixed batch: magnitudes over depth, what its layers read, the layer with the largest output.
+"""Diagnostics on a fixed batch: norms over depth, what layers read, the layer with the largest output.
 
 Axes: B batch, T token, D channel, L executions of sublayers, N attention layers, C source that a mechanism names.
 """
@@ -22,20 +22,23 @@ from depthmix.training import ranks
 from depthmix.training.build import disk_errors
 
 PROBE = (2, 64)  # rows and tokens of the fixed batch
-SPACING = 400  # trained tokens for each token of the fixed batch: with so many, recording takes below 1 % of the work
-CHANNELS = 8  # how many are traced of a mechanism whose weights differ by channel
-RANKED = 8  # matrices whose effective rank is measured
+SPACING = 400  # training tokens per token of the fixed batch: recording then takes less than 1 % of the work
+CHANNELS = 8  # number of channels traced if a mechanism's weights differ by channel
+RANKED = 8  # number of matrices whose effective rank is measured
 
 
 def least_interval(tokens_per_step: int) -> int:
-    """Steps between two recordings that keep these below 1 % of the work. By count, not by the clock: a run that is
-    resumed, or repeated on another machine, records at the same steps."""
+    """The smallest number of steps between recordings that keeps them below 1 % of the work.
+
+    It depends on counts, not on measured time: a run that is resumed, or repeated on another machine, records at the
+    same steps.
+    """
     return max(1, math.ceil(SPACING * math.prod(PROBE) / tokens_per_step))
 
 
 @contextmanager
 def evaluation_mode(model: Decoder) -> Iterator[None]:
-    """While open, experts do not count tokens, and no sublayer is run again in the backward pass."""
+    """While open, experts do not count tokens, and the backward pass recomputes no sublayer."""
     training, every = model.training, model.checkpoint_every
     model.eval()
     model.checkpoint_every = None
@@ -47,7 +50,7 @@ def evaluation_mode(model: Decoder) -> Iterator[None]:
 
 
 def measure(model: Decoder, loss: Callable[[], Tensor]) -> tuple[Magnitudes, Trace]:
-    """One forward and backward pass of a loss that trains nothing: all that the diagnostics need."""
+    """One forward and backward pass, without an optimiser step: all that the diagnostics need."""
     try:
         with evaluation_mode(model), tracing(model) as make_trace, measuring(model.depth) as magnitudes:
             loss().backward()
@@ -62,8 +65,8 @@ def query_norms(model: Decoder) -> list[float] | None:
     return [float(ranks.full_tensor(q).float().norm()) for q in queries if isinstance(q, Tensor)] or None
 
 
-def reading(trace: Trace) -> dict[str, Any]:
-    """What rows read, averaged over tokens, heads and channels; a row that weights no sources has None."""
+def read_statistics(trace: Trace) -> dict[str, Any]:
+    """What rows read, averaged over tokens, heads and channels; None for a row that weights no sources."""
     rows = {
         "weight_entropy": trace.entropy(),
         "locality": trace.locality(),
@@ -81,18 +84,18 @@ def reading(trace: Trace) -> dict[str, Any]:
 
 
 def sample(M: Tensor) -> Tensor:
-    """A few of all matrices, evenly spaced over tokens, heads and channels: singular values take their time."""
+    """A few of the matrices, evenly spaced over tokens, heads and channels: singular values are slow to compute."""
     every = M.flatten(0, -3)
     return every[[(k + 1) * len(every) // (RANKED + 1) for k in range(RANKED)]]
 
 
 def mean_over_tokens(values: Tensor, kept: int) -> Tensor:
-    """Over all but the last `kept` axes."""
+    """The mean over all but the last `kept` axes."""
     return values.double().reshape(-1, *values.shape[values.dim() - kept :]).mean(0)
 
 
 def save_snapshot(path: Path, step: int, config: DecoderConfig, trace: Trace) -> None:
-    """M and the weights over sources, averaged over tokens, heads and channels."""
+    """Save M and the weights over sources, averaged over tokens, heads and channels."""
     from safetensors.torch import save_file
 
     tensors = {"M": trace.M, "weights": trace.weights, "deviation": trace.deviation(), "values": trace.values}
@@ -106,7 +109,7 @@ def save_snapshot(path: Path, step: int, config: DecoderConfig, trace: Trace) ->
 
 
 def largest_layer(model: Decoder, loss: Callable[[], Tensor]) -> str:
-    """Where a bad loss comes from: the first sublayer whose output is not finite, else the one with the largest."""
+    """The likely source of a bad loss: the first sublayer with a non-finite output, else the one with the largest."""
     with torch.no_grad(), measuring(model.depth) as magnitudes:
         loss()
     norms = torch.stack(magnitudes.outputs).double()

@@ -1,4 +1,4 @@
-"""What follows from the one dial, depth, and from the names of a mixer and a tokenizer."""
+"""Defaults that follow from the one dial, depth, and the fields that the name of a mixer sets."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from depthmix.models import DecoderConfig, count_parameters
 
 
 def dial_tokens(model: DecoderConfig) -> int:
-    """20 tokens for each parameter that a token uses, without embeddings."""
+    """20 tokens per active parameter, without embeddings."""
     return 20 * count_parameters(model).active_without_embeddings
 
 
 def split_mixer(mixer: str | Mapping[str, Any]) -> dict[str, Any]:
-    """The children of a decoder that "block_attnres", "depth_attention" or "attnres+value_residual" names."""
+    """Decoder fields for a name such as "block_attnres", "depth_attention" or "attnres+value_residual"."""
     if not isinstance(mixer, str):
         return {"mixer": mixer}
     children: dict[str, Any] = {}
@@ -43,6 +43,6 @@ def output_init(depth: int) -> float:
 
 
 def learning_rate(dim: int, optimizer: str = "muon") -> float:
-    """The highest of the schedule; falls with the root of the width."""
+    """The highest rate of the schedule; it falls with the square root of the width."""
     at, width, most = {"muon": (1e-2, 96, 1e-2), "adamw": (3e-3, 256, 5e-3)}[optimizer]
     return min(float(f"{at * math.sqrt(width / dim):.2g}"), most)

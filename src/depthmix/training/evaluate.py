@@ -1,4 +1,4 @@
-"""The loss of a whole text, every token but the first predicted once.
+"""The loss of a whole text, in which every token but the first is predicted once.
 
 Axes: B row, T token.
 """
@@ -18,7 +18,7 @@ from depthmix.models import Decoder, next_token_losses
 class Score(NamedTuple):
     loss: float  # nats per token
     bits_per_byte: float
-    tokens: int  # that were predicted
+    tokens: int  # number of predicted tokens
 
 
 @torch.no_grad()
@@ -30,10 +30,10 @@ def score(
     rows: int,
     progress: Callable[[Sequence[Tensor]], Iterable[Tensor]] = iter,
 ) -> Score:
-    """Rows of `row` predictions, the last one short; a row begins with the token that the one before ended with.
+    """The loss over rows of `row` predictions (the last may be shorter); a row begins where the previous one ended.
 
-    `text_bytes` is the size of the text: the bytes of the first token, which nothing predicts, count by their mean.
-    `progress` passes the batches on, and may show how many are done.
+    `text_bytes` is the size of the text: the first token, which is not predicted, counts with the mean loss. `progress`
+    passes the batches through and may display how many are done.
     """
     if row < 1 or rows < 1:
         raise ValueError(f"tokens_per_row={row}, rows={rows}; expected at least 1 of each")

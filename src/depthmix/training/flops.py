@@ -1,4 +1,4 @@
-"""Model FLOPs by count: what the equations need, not what a machine or a recomputation does."""
+"""Model FLOPs, counted from the equations: recomputation and what the hardware does are not included."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from depthmix.models.counting import count_multiplied, mixing_flops
 
 
 def flops_per_token(config: DecoderConfig, tokens_per_row: int) -> int:
-    """Of a training step: three times those of the forward pass.
+    """FLOPs per token of a training step: three times those of the forward pass.
 
-    Sublayers, norms and head take 2 for each parameter that a token is multiplied with; weights that run several times
-    count each time, the embedding's table not at all. Attention takes 4 · heads · width for each of the (T + 1) / 2
-    tokens that one sees on average. Mixers take what they state (`forward_flops` of their facts): in two phases where
-    reads share passes, else each read on its own.
+    Sublayers, norms and head take 2 per parameter that a token is multiplied with; weights that run several times count
+    each time, the embedding table not at all. Attention takes 4 · heads · width for each of the (T + 1) / 2 tokens that
+    a token attends to on average. Mixers take what they declare (`forward_flops` of their facts): in two phases if
+    reads share passes, otherwise each read separately.
     """
     attention = 2 * config.heads * config.width * (tokens_per_row + 1) * len(config.layer_order)
     return 3 * (2 * count_multiplied(config) + attention + mixing_flops(config))

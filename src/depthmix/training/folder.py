@@ -1,4 +1,4 @@
-"""A run's folder: whose it is, whether it is complete, and how a run is asked to stop."""
+"""A run's folder: its lock and configuration, its result, and the signals that stop a run."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from depthmix.training.identity import difference, digest_of
 from depthmix.training.manifest import list_checkpoints
 
 CONFIG, RESULT = "config.toml", "result.json"
-PATIENCE = 1.0  # seconds
-RUN_FILES = (RESULT, "final", "checkpoints", "snapshots", "metrics.jsonl", "tensorboard")
+REPEAT = 1.0  # seconds within which a second signal counts as a repeat of the first
+RUN_FILES = (RESULT, "final", "checkpoints", "snapshots", "metrics.jsonl", "tensorboard", "wandb")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What a complete run found, as `result.json` holds it."""
+    """The result of a complete run, as in `result.json`."""
 
     steps: int
     tokens: int
-    seconds: float  # of training work
+    seconds: float  # spent on training steps
     tokens_per_second: float
     validation_loss: float
     bits_per_byte: float
     peak_memory_bytes: int
-    flops: int  # of the model, by count
+    flops: int  # counted from the model's equations
     parameters: int
     config_digest: str
     data_digest: str
     mixer: Mapping[str, Any] | None = None  # with every option; None in results of format 1
     kv_mixer: Mapping[str, Any] | None = None
     processor_seconds: float | None = None  # of the whole run; None in results of 0.1.0
-    recording_seconds: float | None = None  # of it: diagnostics and snapshots
+    recording_seconds: float | None = None  # the part of it that diagnostics and snapshots took
     format: int = 1
 
     def __post_init__(self) -> None:
@@ -56,8 +56,7 @@ class Result:
 
 @contextmanager
 def claim_folder(config: TrainConfig, resume: bool) -> Iterator[None]:
-    """The folder is this run's while it is open: no other process trains in it, and nothing that could be resumed
-    has another configuration."""
+    """While open, no other process can train in the folder. A run to be resumed must have the same configuration."""
     folder = Path(config.run.folder)
     held_lock = ExitStack()
 
@@ -70,10 +69,10 @@ def claim_folder(config: TrainConfig, resume: bool) -> Iterator[None]:
         has_run = bool(list_checkpoints(folder / "checkpoints")) or (folder / RESULT).is_file()
         if has_run and not has_config:
             raise FileNotFoundError(f"{folder / CONFIG} of this run is missing. Restore it, or choose another folder")
-        before = read_config(folder) if has_config else None  # an error where depthmix did not write it
+        before = read_config(folder) if has_config else None  # raises an error if depthmix did not write it
         if before is not None and has_run and resume:
-            check_same(before, config, f"{folder} holds a run of another configuration")
-        elif before is not None:  # without it, files of these names are not a run's
+            check_same(before, config, f"{folder} contains a run with another configuration")
+        elif before is not None:  # without a configuration, files of these names belong to no run
             remove_run(folder)
         if before is None or (before.saved() != config.saved() and not (folder / RESULT).is_file()):
             write_text(folder / CONFIG, config.to_toml())
@@ -88,11 +87,11 @@ def claim_folder(config: TrainConfig, resume: bool) -> Iterator[None]:
 def check_same(old: TrainConfig, new: TrainConfig, problem: str) -> None:
     if lines := difference(old, new):
         message = "\n  ".join([f"{problem}:", *lines])
-        raise ValueError(f"{message}\nChoose another folder, or the configuration that is there")
+        raise ValueError(f"{message}\nChoose another folder, or use the earlier configuration")
 
 
 def remove_run(folder: Path) -> None:
-    """All but the configuration, so that a folder whose removal was interrupted is still known as a run's."""
+    """Remove all but the configuration, which still marks the folder as a run's if the removal is interrupted."""
     for path in (folder / name for name in RUN_FILES):
         if path.is_dir():
             shutil.rmtree(path)
@@ -101,11 +100,13 @@ def remove_run(folder: Path) -> None:
 
 
 def run_lock(folder: Path) -> AbstractContextManager[None]:
-    return lock(folder / "lock", f"another process trains in {folder}; wait for it, or choose another folder")
+    return lock(
+        folder / "lock", f"another process is training in {folder}; wait for it to finish, or choose another folder"
+    )
 
 
 def finished_result(config: TrainConfig) -> Result | None:
-    """The result of a complete run, whose model is checked; None where there is no result."""
+    """The result of a complete run, after its model was checked; None if there is no result."""
     folder = Path(config.run.folder)
     path = folder / RESULT
     if not path.is_file():
@@ -117,16 +118,16 @@ def finished_result(config: TrainConfig) -> Result | None:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}). {RESULT_AGAIN}") from error
     if result.config_digest not in (config.digest, old_digest(folder / CONFIG) if result.format == 1 else None):
-        raise ValueError(f"{path} is of another configuration than {CONFIG} beside it. Choose another folder")
+        raise ValueError(f"{path} belongs to another configuration than {CONFIG} in its folder. Choose another folder")
     try:
         check_weights(folder / "final")
     except (ValueError, OSError) as error:
-        raise ValueError(f"{error}. Or remove {path}, and `depthmix train` makes both again") from error
+        raise ValueError(f"{error}. Or remove {path}, and `depthmix train` creates both again") from error
     return result
 
 
 def old_digest(path: Path) -> str:
-    """As 0.1.0 computed it, of the options that were given."""
+    """The digest as 0.1.0 computed it, from the options that were given."""
     return digest_of(TrainConfig.from_dict(parse_toml(read_text(path, RESTORE), str(path), RESTORE)).to_dict())
 
 
@@ -138,24 +139,25 @@ def write_result(folder: Path, result: Result) -> Result:
 
 @contextmanager
 def stop_signals() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM set a flag, which the loop reads after each step; a second one, later, ends at once.
+    """Ctrl-C and SIGTERM set a flag, which the loop reads after each step; a second, later signal stops at once.
 
-    Not one that comes with the first: torchrun sends its processes again what the terminal has sent them already.
+    A signal that follows within `REPEAT` seconds is ignored: torchrun sends its processes again what the terminal has
+    already sent them.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    requests: list[float] = []  # when the first came
+    requests: list[float] = []  # time of the first
     handlers: dict[signal.Signals, Any] = {}
 
     def request(number: int, frame: Any) -> None:
-        if requests and time.monotonic() - requests[0] > PATIENCE:
+        if requests and time.monotonic() - requests[0] > REPEAT:
             restore()
             signal.raise_signal(number)
         elif not requests:
             requests.append(time.monotonic())
-            if ranks.rank() == 0:  # past the buffers of sys.stderr, which this may have interrupted
-                os.write(2, b"\ndepthmix: stopping, with a checkpoint; again to stop at once\n")
+            if ranks.rank() == 0:  # unbuffered: the signal may have interrupted sys.stderr
+                os.write(2, b"\ndepthmix: saving a checkpoint, then stopping; press Ctrl-C again to stop at once\n")
 
     def restore() -> None:
         for each, handler in handlers.items():
@@ -166,5 +168,5 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
     try:
         yield lambda: bool(requests)
     finally:
-        if not requests:  # else the next signal restores them, unless it belongs to the first
+        if not requests:  # otherwise the next signal restores them, unless it repeats the first
             restore()

@@ -1,4 +1,4 @@
-"""Which fields decide a run's result: their digest, and what differs between two configurations."""
+"""The fields that decide a run's result: their digest, and the differences between two configurations."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from depthmix.training.config import TrainConfig
 
-# What may change from one start to the next: none of it touches the weights or the measured losses of a run that goes
-# well, and what became of a bad loss is in its metrics.
+# Fields that may change when a run is resumed: none affects weights or losses unless a loss is bad, and how a bad loss
+# was handled is in the metrics.
 FREE = (
     *("data.folder", "run.folder", "run.keep", "run.checkpoint_every", "run.asynchronous", "run.tracker"),
     *("run.on_bad_loss", "run.bad_loss_factor"),
 )
 
-# Fields that came after 0.1.0, with the value under which a run is what it was before: its digest stays the same.
+# Fields added after 0.1.0, with the value that keeps the earlier behaviour: with it the digest stays the same.
 ADDED: Mapping[str, Any] = {"run.weights_seed": 0, "model.output_init": 1.0}
 
 
@@ -31,7 +31,7 @@ def digest_of(config: Mapping[str, Any]) -> str:
 
 
 def as_float(value: Any) -> Any:
-    """1 and 1.0 are one value, however they were written."""
+    """1 and 1.0 are the same value."""
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -45,9 +45,11 @@ def leaves(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
 
 
 def difference(old: TrainConfig, new: TrainConfig) -> list[str]:
-    """The fields that decide the result and are not the same, one line for each."""
+    """The fields that decide the result and differ, one line for each."""
     before, after = (dict(leaves({**config.to_dict(), "model": config.model.canonical()})) for config in (old, new))
     keys = sorted({*before, *after} - set(FREE))
     return [
-        f"{key}: {before.get(key)!r} there, {after.get(key)!r} now" for key in keys if before.get(key) != after.get(key)
+        f"{key}: was {before.get(key)!r}, is now {after.get(key)!r}"
+        for key in keys
+        if before.get(key) != after.get(key)
     ]

@@ -1,7 +1,7 @@
-"""The training loop. Whatever stops it, a second start in the same folder ends with the same weights, bit for bit.
+"""The training loop. A run that was stopped, however it happened, resumes to the same final weights, bit for bit.
 
-A step depends on the weights, the optimiser's state and the position in the data: all three are in a checkpoint. What
-is random in a step comes from (seed, step, rank).
+A step depends on the weights, the optimiser's state and the position in the data: all three are in a checkpoint.
+Random numbers of a step are seeded by (seed, step, rank).
 
 Axes: B batch, T token.
 """
@@ -19,10 +19,10 @@ from depthmix.support.checks import check_device
 from depthmix.support.files import FORMAT, seed_of
 from depthmix.training import diagnostics, ranks
 from depthmix.training.bad_loss import WINDOW, check_loss, skip_or_stop
-from depthmix.training.build import check_apart, export, initial_model, open_corpus
+from depthmix.training.build import check_outside_source, export, initial_model, open_corpus
 from depthmix.training.config import TrainConfig
 from depthmix.training.folder import Result, claim_folder, finished_result, stop_signals, write_result
-from depthmix.training.metrics import MetricsFile, memory_bytes
+from depthmix.training.metrics import METRICS, MetricsFile, memory_bytes
 from depthmix.training.optim import Optimizers
 from depthmix.training.precision import autocast, check_precision
 from depthmix.training.resume import load_checkpoint, save_checkpoint, wait_for_checkpoint
@@ -32,7 +32,7 @@ from depthmix.training.validation import held_out, run_diagnostics, run_validati
 
 
 class Interrupted(RuntimeError):
-    """Somebody asked the run to stop; it can be resumed."""
+    """The run was asked to stop; it can be resumed."""
 
 
 def train(
@@ -41,18 +41,18 @@ def train(
     resume: bool = True,
     report: Report = lambda event: None,
 ) -> Result:
-    """Train, or resume what is in the run's folder; a complete run is only read.
+    """Train, or resume the unfinished run in the folder; of a complete run, only the result is read.
 
     Args:
-        config: all that decides the result.
-        resume: False restarts from step 0 and removes what the folder holds of an earlier run.
-        report: is called on rank 0 with each line of metrics.jsonl, and with kinds "begin" and "checkpoint".
+        config: everything that decides the result.
+        resume: False removes an earlier run from the folder and restarts from step 0.
+        report: called on rank 0 with each line of metrics.jsonl, and with events of kind "begin" and "checkpoint".
     """
     device = check_device(config.run.device)
     check_precision(config.run.precision, device)
-    check_apart(config.data, Path(config.run.folder))
+    check_outside_source(config.data, Path(config.run.folder))
     if ranks.launched() > 1:
-        open_corpus(config.data)  # one rank at a time, for as long as it takes: a process group would not wait
+        open_corpus(config.data)  # before the process group, which could time out while one rank prepares the data
     with ranks.process_group(device), claim_folder(config, resume):
         if (result := finished_result(config)) is not None:
             return result
@@ -66,12 +66,13 @@ def train(
 
 
 def begin(config: TrainConfig, device: torch.device, report: Report) -> Run:
-    """From the newest intact checkpoint, else from the initial weights."""
+    """Set up a run from its newest intact checkpoint, or from initial weights if there is none."""
     data = config.data
     corpus = ranks.first_then_others(lambda: open_corpus(data))
     if corpus.vocab_size > config.model.vocab_size:
         raise ValueError(
-            f"model.vocab_size={config.model.vocab_size}; expected at least {corpus.vocab_size}, the ids of {data.path}"
+            f"model.vocab_size={config.model.vocab_size}; expected at least {corpus.vocab_size}, the number of token "
+            f"ids in {data.path}"
         )
     model = ranks.shard(initial_model(config).to(device))
     batches = Batches(
@@ -86,14 +87,15 @@ def begin(config: TrainConfig, device: torch.device, report: Report) -> Run:
     run = Run(config, corpus, device, model, Optimizers(model, config.optimizer), batches, probe, report)
     load_checkpoint(run)
     if ranks.rank() == 0:
-        run.metrics = MetricsFile(run.folder / "metrics.jsonl", run.progress.step, config.run.tracker)
+        run.metrics = MetricsFile(run.folder / METRICS, run.progress.step, config.run.tracker)
         model_size = {"parameters": count_parameters(config.model).total, "layout": run.model.depth.facts.note}
-        report({"kind": "begin", "step": run.progress.step, "steps": config.run.steps, **model_size})
+        length = {"steps": config.run.steps, "train_tokens": len(corpus.train)}
+        report({"kind": "begin", "step": run.progress.step, **length, **model_size})
     return run
 
 
 def run_steps(run: Run) -> None:
-    """Up to the last one, with a checkpoint; or until a signal asks to stop, with a checkpoint too."""
+    """Train to the last step, or until a signal asks to stop; a checkpoint is written in both cases."""
     config, progress = run.config.run, run.progress
     with stop_signals() as stop_requested:
         while progress.step < config.steps:
@@ -106,12 +108,12 @@ def run_steps(run: Run) -> None:
                 save_checkpoint(run)
             if stop and progress.step < config.steps:
                 wait_for_checkpoint(run)
-                raise Interrupted(f"stopped after step {progress.step} of {config.steps}, with a checkpoint")
+                raise Interrupted(f"stopped after step {progress.step} of {config.steps}; a checkpoint is saved")
     wait_for_checkpoint(run)
 
 
 def step(run: Run) -> None:
-    """One step of the optimiser, or none where the loss is bad and may be skipped."""
+    """One training step; the optimiser does not step if the loss is bad and may be skipped."""
     config, progress, started = run.config, run.progress, time.perf_counter()
     torch.manual_seed(seed_of(config.run.seed, progress.step, ranks.rank()))
     factor = rate_factor(progress.step, config.run.steps, config.schedule)
@@ -148,7 +150,7 @@ def step(run: Run) -> None:
 
 
 def gradients(run: Run) -> float:
-    """Of the mean loss over the micro-batches of a step and all ranks, which is returned."""
+    """Compute the gradients of the mean loss over a step's micro-batches and all ranks, and return that loss."""
     parts, total = run.config.run.accumulate, torch.zeros((), device=run.device)
     for _ in range(parts):
         tokens = next(run.batches).to(run.device)
@@ -160,7 +162,7 @@ def gradients(run: Run) -> float:
 
 
 def clip(model: Decoder, limit: float) -> float:
-    """The norm of the whole gradient; where it is above `limit`, the gradient is scaled down to that."""
+    """Return the norm of the whole gradient; if it is above `limit` (0: none), scale the gradient down to that."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     norm = ranks.full_tensor(torch.nn.utils.get_total_norm(grads))
     value = float(norm)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
 import sys
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +15,10 @@ from typing import Any
 import torch
 
 from depthmix.ops.memory import status
+from depthmix.support.checks import import_package
 from depthmix.support.files import write_text
+
+METRICS = "metrics.jsonl"
 
 
 class MetricsFile:
@@ -23,7 +26,8 @@ class MetricsFile:
 
     def __init__(self, path: Path, step: int, tracker: str = "none") -> None:
         """Lines beyond `step` are of a future that a restart runs again: they are removed, and so is half a line."""
-        self.track, self.close_tracker = make_tracker(tracker, path.parent, step)
+        # The tracker first: wandb's reads what was sent to it from the lines that are removed here.
+        self.track, self.close_tracker = TRACKERS[tracker](path.parent, step)
         kept = [line for line in read_metrics(path) if line["step"] <= step]
         write_text(path, "".join(json_line(line) for line in kept))
         self.file = path.open("a", encoding="utf-8")
@@ -71,26 +75,69 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [line for line in lines if isinstance(line, dict) and "step" in line]
 
 
-def make_tracker(name: str, folder: Path, step: int) -> tuple[Callable[[Mapping[str, Any]], None], Callable[[], None]]:
-    """A function that takes a line, and one to call at the end."""
-    if name == "none":
-        return lambda line: None, lambda: None
+Tracker = tuple[Callable[[Mapping[str, Any]], None], Callable[[], None]]  # takes a line; is called at the end
+
+
+def no_tracker(folder: Path, step: int) -> Tracker:
+    return lambda line: None, lambda: None
+
+
+def tensorboard_tracker(folder: Path, step: int) -> Tracker:
+    import_package("tensorboard", "run.tracker='tensorboard'", "'depthmix[tensorboard]'")
+    from torch.utils.tensorboard import SummaryWriter
+
+    board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def track(line: Mapping[str, Any]) -> None:
+        for key, value in scalars(line):
+            board.add_scalar(key, value, line["step"])
+
+    return track, board.close
+
+
+def trackio_tracker(folder: Path, step: int) -> Tracker:
+    trackio = import_package("trackio", "run.tracker='trackio'", "'depthmix[trackio]'")
+    trackio.init(project="depthmix", name=folder.as_posix(), resume="allow" if step else "never")
+    return lambda line: trackio.log(dict(scalars(line)), step=line["step"]), trackio.finish
+
+
+def wandb_tracker(folder: Path, step: int) -> Tracker:
+    """The id of the run is kept in the run's folder, so that a resumed run continues the same one."""
+    wandb = import_package("wandb", "run.tracker='wandb'", "'depthmix[wandb]'")
+    id_file = folder / "wandb" / "run_id"
+    sent = 0  # wandb's steps never go back: those that a resumed run repeats are there already
+    if id_file.is_file():
+        sent = max((line["step"] for line in read_metrics(folder / METRICS)), default=0)
+    else:
+        write_text(id_file, uuid.uuid4().hex)
     try:
-        if name == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
+        run = wandb.init(
+            project="depthmix",
+            name=folder.as_posix(),
+            id=id_file.read_text(encoding="utf-8"),
+            resume="allow",
+            dir=str(folder),
+            settings=wandb.Settings(console="off"),
+        )
+    except wandb.Error as error:
+        raise OSError(
+            f"run.tracker='wandb' could not start ({error}). Run `wandb login`, or set WANDB_MODE=offline to record "
+            "without a network"
+        ) from error
 
-            board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+    def track(line: Mapping[str, Any]) -> None:
+        if line["step"] > sent:
+            run.log(dict(scalars(line)), step=line["step"])
 
-            def track(line: Mapping[str, Any]) -> None:
-                for key, value in scalars(line):
-                    board.add_scalar(key, value, line["step"])
+    return track, run.finish
 
-            return track, board.close
-        trackio: Any = importlib.import_module(name)
-        trackio.init(project="depthmix", name=folder.as_posix(), resume="allow" if step else "never")
-        return lambda line: trackio.log(dict(scalars(line)), step=line["step"]), trackio.finish
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"run.tracker={name!r} needs the package {name}: pip install {name}") from error
+
+TRACKERS: dict[str, Callable[[Path, int], Tracker]] = {
+    "none": no_tracker,
+    "tensorboard": tensorboard_tracker,
+    "trackio": trackio_tracker,
+    "wandb": wandb_tracker,
+}
 
 
 def scalars(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

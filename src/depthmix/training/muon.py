@@ -1,7 +1,7 @@
-"""Muon: momentum whose update is made orthogonal, for the matrices of hidden layers.
+"""Muon: momentum with orthogonalised updates, for the matrices of hidden layers.
 
-torch.optim.Muon does the same in bfloat16 alone, which rounds differently on every kind of CPU and ends in an illegal
-instruction on some: here the products keep the gradient's dtype on a CPU.
+torch.optim.Muon does the same, but only in bfloat16, which rounds differently on every kind of CPU and causes an
+illegal instruction on some. Here the products keep the gradient's dtype on a CPU.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ EPS = 1e-7  # a gradient of zeros stays zero
 
 
 class Muon(torch.optim.Optimizer):
-    """Of each matrix W [A, B] with gradient g, as torch.optim.Muon with adjust_lr_fn="match_rms_adamw":
+    """For each matrix W [A, B] with gradient g, as torch.optim.Muon with adjust_lr_fn="match_rms_adamw":
 
     (1) m ← μ m + (1 − μ) g
     (2) O = orthogonal((1 − μ) g + μ m)
     (3) W ← (1 − lr · decay) W − lr · 0.2 √max(A, B) · O
 
-    The factor of (3) gives updates the size of AdamW's, so that one learning rate and one decay serve for both.
+    The factor in (3) gives updates the size of AdamW's, so that one learning rate and one decay suit both.
     """
 
     def __init__(self, params: Iterable[Any], *, lr: float, momentum: float = 0.95, weight_decay: float = 0.1) -> None:

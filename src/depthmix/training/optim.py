@@ -1,4 +1,4 @@
-"""Which optimiser each parameter goes to, and with which weight decay."""
+"""The optimiser and weight decay of each parameter."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from depthmix.models import Decoder
 from depthmix.training.config import OptimizerConfig
 from depthmix.training.muon import Muon
 
-# State of one parameter: as it is before the first step, shaped like the parameter or a single number.
+# State of one parameter by optimiser: True if a tensor has the parameter's shape, False if it is a single number.
 STATE = {"AdamW": {"step": False, "exp_avg": True, "exp_avg_sq": True}, "Muon": {"momentum_buffer": True}}
 
 
 def parameter_groups(model: Decoder, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Each parameter once, as [{"params", "names", "weight_decay", "muon"}].
+    """All parameters, each in one group, as [{"params", "names", "weight_decay", "muon"}].
 
-    - Mixers by `param_groups`, their mechanism's own rules. Those of KV sites take no decay, and AdamW.
-    - Matrices of sublayers decay and may go to Muon. The router decays, but AdamW moves it: its rows are the experts'
-      own vectors. Expert weights [E, F, D] are a stack of matrices, which Muon does not take: AdamW.
-    - Embedding and head decay and go to AdamW. Norms and other vectors do not decay.
+    - Depth mixers: by `param_groups`, the rules of their mechanism. KV mixers: AdamW without decay.
+    - Matrices of sublayers: decay; Muon if it is chosen. The router: decay, but AdamW, since each of its rows is the
+      vector of one expert. Expert weights [E, F, D] are stacks of matrices, which Muon does not support: AdamW.
+    - Embedding and head: AdamW with decay. Norms and other vectors: AdamW without decay.
     """
     mixers = [
         {**g, "names": [f"depth.{n}" for n in g["names"]]}
@@ -43,7 +43,7 @@ def parameter_groups(model: Decoder, config: OptimizerConfig) -> list[dict[str, 
 
 
 class Optimizers:
-    """AdamW, and Muon where it was chosen, as one; state by the names of parameters."""
+    """AdamW, and Muon if it is chosen, behind one interface; state by parameter name."""
 
     def __init__(self, model: Decoder, config: OptimizerConfig) -> None:
         groups = parameter_groups(model, config)
@@ -53,7 +53,7 @@ class Optimizers:
         adamw = [g for g in groups if not any(g is m for m in muon)]
         self.inner: list[torch.optim.Optimizer] = []
         if adamw:
-            # Fused: the plain form takes several passes over each parameter, and a call for each of many small ones.
+            # Fused: the plain form makes several passes over each parameter, and one call per parameter.
             betas = (config.betas[0], config.betas[1])
             self.inner.append(
                 torch.optim.AdamW(torch_groups(adamw), lr=config.lr, betas=betas, eps=config.eps, fused=True)
@@ -68,7 +68,7 @@ class Optimizers:
             optimizer.step()
 
     def state(self) -> dict[str, Tensor]:
-        """Every tensor of the state by "parameter/key", made where there is none yet: a restore fills it in place."""
+        """All state tensors by "parameter/key", created if missing, so that a checkpoint can be loaded in place."""
         tensors: dict[str, Tensor] = {}
         for optimizer, parameter in self.parameters():
             state = optimizer.state[parameter]
@@ -86,5 +86,5 @@ class Optimizers:
 
 
 def torch_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what torch's optimisers do not know."""
+    """The groups with only the keys that torch's optimisers accept."""
     return [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in groups]

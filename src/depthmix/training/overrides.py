@@ -1,4 +1,4 @@
-"""Setting fields of a configuration by their dotted keys."""
+"""Set fields of a configuration by their dotted keys."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from depthmix.training.config import TrainConfig
 from depthmix.training.identity import leaves
 
 MECHANISMS = (["model", "mixer"], ["model", "kv_mixer"])
-TOGETHER = ("model.moe", "model.loop")  # children whose fields make sense together only
-OPEN = (*MECHANISMS, *(child.split(".") for child in TOGETHER))  # children that may take fields which are not set yet
+TOGETHER = ("model.moe", "model.loop")  # children whose fields are valid only together
+OPEN = (*MECHANISMS, *(child.split(".") for child in TOGETHER))  # children that accept fields which are not set yet
 
 
 def override(config: TrainConfig, key: str, value: Any) -> TrainConfig:
     """A copy with one field set by its dotted key: "optimizer.lr", "model.mixer", "mixer.block_sublayers".
 
-    A text is read as a number, true or false, none, or a list where it is one, unless the field wants a text. Setting
-    `model.mixer` to a name drops the options of the one before; setting `mixer.num_blocks` drops
-    `mixer.block_sublayers`, and so with other options that exclude each other.
+    A string is parsed as a number, true or false, none, or a list if possible, unless the field is a string. Setting
+    `model.mixer` to a name drops the options of the previous mechanism; setting `mixer.num_blocks` drops
+    `mixer.block_sublayers`, and likewise for other options that exclude each other.
     """
     path = ["model", *key.split(".")] if key.split(".")[0] in ("mixer", "kv_mixer") else key.split(".")
     fields, name = config.to_dict(), path[-1]
@@ -28,10 +28,7 @@ def override(config: TrainConfig, key: str, value: Any) -> TrainConfig:
     if path[:2] in MECHANISMS and len(path) == 3:
         drop_excluded(section, path[1], name, parse_value(value))
     problem: Exception | None = None
-    for candidate in (
-        parse_like(section.get(name), value),
-        value,
-    ):  # the text itself, where it only looks like a number
+    for candidate in (parse_like(section.get(name), value), value):  # the string itself, if it only looks like a number
         section[name] = candidate
         try:
             return TrainConfig.from_dict(fields)
@@ -45,9 +42,9 @@ def override_all(
     pairs: Iterable[tuple[str, Any]],
     applies: Callable[[TrainConfig, str], bool] = lambda config, key: True,
 ) -> TrainConfig:
-    """`override` for several keys, the later ones last; a key that does not apply is left out.
+    """`override` for several keys, in order; a key that does not apply is skipped.
 
-    Fields of a loop or of a mixture of experts are set together, at the last of them.
+    Fields of a loop or of a mixture of experts are set together, when the last of them comes.
     """
     waiting = [(key, value, key.rpartition(".")[0]) for key, value in pairs]
     together: dict[str, dict[str, Any]] = {}
@@ -63,7 +60,7 @@ def override_all(
 
 
 def set_together(config: TrainConfig, child: str, given: dict[str, Any]) -> TrainConfig:
-    """A copy with these fields of `model.child`; others keep the value that they have."""
+    """A copy with these fields of `model.child`; other fields keep their values."""
     fields = config.to_dict()
     current = fields["model"][child] or {}
     named = {key.rpartition(".")[2]: value for key, value in given.items()}
@@ -77,7 +74,7 @@ def set_together(config: TrainConfig, child: str, given: dict[str, Any]) -> Trai
 
 
 def find_section(fields: dict[str, Any], path: list[str], key: str) -> dict[str, Any]:
-    """The mapping inside `fields` that holds the last name of `path`; children that are None become empty ones."""
+    """The mapping inside `fields` that holds the last name of `path`; children that are None become empty mappings."""
     keys = [dotted for dotted, _ in leaves(fields)]
     section: Any = fields
     for i, name in enumerate(path[:-1]):
@@ -94,11 +91,11 @@ def find_section(fields: dict[str, Any], path: list[str], key: str) -> dict[str,
 
 
 def list_names(section: Any) -> str:
-    return f"Known: {', '.join(section)}" if isinstance(section, dict) else "It has no parts"
+    return f"Known: {', '.join(section)}" if isinstance(section, dict) else "It has no fields"
 
 
 def parse_like(old: Any, value: Any) -> Any:
-    """1e4 is a whole number where one is expected."""
+    """Parse a value; 1e4 becomes a whole number if the old value is one."""
     new = parse_value(value)
     if isinstance(old, int) and not isinstance(old, bool) and isinstance(new, float) and new.is_integer():
         return int(new)
@@ -106,7 +103,7 @@ def parse_like(old: Any, value: Any) -> Any:
 
 
 def drop_excluded(options: dict[str, Any], child: str, key: str, value: Any) -> None:
-    """Remove, for one option that is about to be set, those that cannot stay beside it."""
+    """Remove the options that exclude the one about to be set."""
     excluded: list[str] = []
     if key == "name" and value != options.get("name"):
         excluded = [other for other in options if other != "name"]
@@ -123,7 +120,7 @@ def exclusive_groups(child: str, name: str) -> tuple[tuple[str, ...], ...]:
 
 
 def check_excluding(config: TrainConfig, keys: Iterable[str]) -> None:
-    """Of options that exclude each other, `keys` may set one only."""
+    """Raise an error if `keys` set more than one of several options that exclude each other."""
     given = {key.removeprefix("model.") for key in keys}
     for child in ("mixer", "kv_mixer"):
         choice = getattr(config.model, child)

@@ -1,4 +1,4 @@
-"""float32 and bfloat16, and whether this machine can do what was asked."""
+"""Training in float32 or bfloat16, and whether this machine supports it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ TRIAL = "import torch; a = torch.ones(128, 256, dtype=torch.bfloat16); torch.nn.
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Parameters and the optimiser stay in float32; products are made in `precision`."""
+    """Parameters and the optimiser stay in float32; matrix products are computed in `precision`."""
     return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
 
 
 def check_precision(precision: str, device: torch.device, trial: str = TRIAL) -> None:
-    """Some CPUs name instructions that they do not have: a child process tries one product before we do."""
+    """Some CPUs report instructions that they do not have, so a child process tries one product first."""
     if precision != "bfloat16" or device.type != "cpu":
         return
     done = subprocess.run([sys.executable, "-c", trial], capture_output=True, text=True, check=False)
     if done.returncode == -signal.SIGILL:
         raise ValueError(
-            "precision='bfloat16' ends in an illegal instruction on this CPU; set the environment variable "
-            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 before the start, or take precision='float32'"
+            "precision='bfloat16' causes an illegal instruction on this CPU; set the environment variable "
+            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 before starting, or choose precision='float32'"
         )
     if done.returncode:
         raise ValueError(f"precision='bfloat16' does not run on this CPU: {done.stderr.strip().splitlines()[-1:]}")

@@ -1,4 +1,4 @@
-"""One process or several: the few things that a run asks of the other ranks. Each is a no-op for one process."""
+"""Communication between the ranks of a run; with a single process there is none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rank() -> int:
 
 
 def main_process() -> bool:
-    """The one that prints; known before the process group is, and after it."""
+    """Whether this is the process that prints; known before and after the process group exists."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -33,13 +33,13 @@ def world_size() -> int:
 
 
 def launched() -> int:
-    """How many processes torchrun has started."""
+    """The number of processes that torchrun started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """Under torchrun, the process group; it is destroyed only where it was made."""
+    """Under torchrun, create the process group and destroy it at the end, unless it exists already."""
     if launched() == 1 or dist.is_initialized():
         yield
         return
@@ -68,7 +68,7 @@ def total(value: float) -> float:
 
 
 def first_then_others(work: Callable[[], Any]) -> Any:
-    """Rank 0 does the work alone; the others do it after that, and find it done."""
+    """Rank 0 does the work first; then the others call it too, and reuse what rank 0 has written."""
     if not is_distributed():
         return work()
     result, problem = None, None
@@ -77,13 +77,13 @@ def first_then_others(work: Callable[[], Any]) -> Any:
             result = work()
         except Exception as error:
             problem = error
-    if total(problem is not None):  # all end, not one with the others waiting for it
-        raise problem if problem is not None else RuntimeError("rank 0 stopped; its message says why")
+    if total(problem is not None):  # every rank stops; none waits for rank 0
+        raise problem if problem is not None else RuntimeError("rank 0 failed; see its error message")
     return result if rank() == 0 else work()
 
 
 def shard(model: Decoder) -> Decoder:
-    """FSDP2: a unit for each sublayer, and the root's with embedding, mixers and head."""
+    """Apply FSDP2: one unit per sublayer, and a root unit with embedding, mixers and head."""
     if not is_distributed():
         return model
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -96,12 +96,12 @@ def shard(model: Decoder) -> Decoder:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """A sharded tensor with all its parts; every rank must call this."""
+    """Gather a sharded tensor; every rank must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def sum_expert_load(model: nn.Module) -> None:
-    """The tokens that each expert got, over all ranks."""
+    """Sum the number of tokens of each expert over all ranks."""
     if is_distributed():
         for module in model.modules():
             if isinstance(module, MixtureOfExperts) and module.load is not None:

@@ -1,8 +1,8 @@
-"""How the papers' models were trained, as data, and the rule of one table for other sizes.
+"""How the papers' models were trained, as data, and a rule that extends one table to other sizes.
 
-A recipe holds what a paper tells of one of its models. The rule is read off Table 2 of arXiv 2603.15031 by least
+A recipe holds what a paper reports for one of its models. The rule is fitted to Table 2 of arXiv 2603.15031 by least
 squares in logarithms: learning rate by parameters, batch by tokens, tokens and widths in proportion. Parameters and
-tokens grow together in that table, so it cannot say what happens when only one of them does.
+tokens grow together in that table, so it cannot say what happens when only one of them grows.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from depthmix.support.checks import did_you_mean
 from depthmix.training.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 from depthmix.training.dial import initial_std, split_mixer
 
-RULE = "attnres"  # the name of the rule, where a preset is asked for
-MICRO_ROWS = 16  # of a micro-batch, where a batch is cut into several; ours
+RULE = "attnres"  # name of the rule, used like the name of a preset
+MICRO_ROWS = 16  # rows of a micro-batch if a batch is split into several; our choice
 LEAST_CONTEXT = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How one model was trained. Where the papers are silent, AdamW and the schedule are Depth-Attention's."""
+    """How one model was trained. What a paper does not report (AdamW, schedule) is taken from Depth-Attention."""
 
     tokens: float
     lr: float
-    rows: int  # of a step
+    rows: int  # per step
     tokens_per_row: int
     precision: Literal["float32", "bfloat16"] = "float32"
-    parameters: float = math.nan  # that a token uses, without embeddings, by the paper's table
+    parameters: float = math.nan  # active, without embeddings, from the paper's table
 
 
 def table_2(parameters: float, tokens: float, lr: float, rows: int) -> Recipe:
-    """A row of Table 2 of arXiv 2603.15031; cosine is all that the paper tells of schedule and optimiser."""
+    """A row of Table 2 of arXiv 2603.15031; of schedule and optimiser, the paper reports only the cosine."""
     return Recipe(parameters=parameters, tokens=tokens, lr=lr, rows=rows, tokens_per_row=8192)
 
 
@@ -50,7 +50,7 @@ def depth_attention(lr: float) -> Recipe:
 RECIPES: dict[str, Recipe] = {
     "depth-attention-360m": depth_attention(1.5e-3),
     "depth-attention-500m": depth_attention(1e-3),
-    "depth-attention-500m-x3": depth_attention(1e-3),  # the paper says nothing else of its looped model
+    "depth-attention-500m-x3": depth_attention(1e-3),  # the paper reports no other settings for its looped model
     "depth-attention-710m": depth_attention(1e-3),
     "depth-attention-1.5b": depth_attention(1e-3),
     "depth-attention-3b": depth_attention(1e-3),
@@ -74,14 +74,16 @@ class PowerLaw(NamedTuple):
 
 
 def power_law(xs: Sequence[float], ys: Sequence[float]) -> PowerLaw:
-    """By least squares in logarithms."""
+    """Fit a power law by least squares in logarithms."""
     line = statistics.linear_regression([math.log(x) for x in xs], [math.log(y) for y in ys])
     return PowerLaw(math.exp(line.intercept), line.slope)
 
 
 RATE = power_law([row.parameters for row in TABLE.values()], [row.lr for row in TABLE.values()])
 BATCH = power_law([row.tokens for row in TABLE.values()], [row.rows * row.tokens_per_row for row in TABLE.values()])
-MOST_RATE = max(row.lr for row in TABLE.values())  # below its smallest size the law leads to rates that are too high
+MOST_RATE = max(
+    row.lr for row in TABLE.values()
+)  # below the table's smallest size the law gives rates that are too high
 TOKENS_PER_PARAMETER = statistics.geometric_mean([row.tokens / row.parameters for row in TABLE.values()])
 WIDTH_PER_LAYER = statistics.mean(PRESETS[name]["dim"] / PRESETS[name]["layers"] for name in TABLE)
 EXPERT_PER_WIDTH = statistics.mean(PRESETS[name]["moe"]["hidden"] / PRESETS[name]["dim"] for name in TABLE)
@@ -94,9 +96,9 @@ def preset_config(
 
     Args:
         name: such as attnres-194m.
-        mixer: the whole choice of mechanisms in the place of the preset's: a name, or two joined with +.
+        mixer: mechanisms that replace all of the preset's: a name, or two joined with +.
         tokenizer: bytes, bpe:SIZE or a tokenizer.json; its vocabulary replaces the paper's.
-        folder: of the run.
+        folder: folder of the run.
     """
     if name not in RECIPES:
         known = (*RECIPES, RULE)
@@ -116,16 +118,16 @@ def rule_config(
     folder: str | None = None,
     tokens: float | None = None,
 ) -> TrainConfig:
-    """What the table's rule makes of another size.
+    """The configuration that the table's rule gives for another size.
 
     Args:
-        depth: sublayers; as many heads of 128 channels as layers, 8 of 64 experts, 8 blocks where there are as many.
-        dim: width; by default in the table's proportion to the depth.
+        depth: number of sublayers; as many heads of 128 channels as layers, 8 of 64 experts, at most 8 blocks.
+        dim: width; by default proportional to the depth, as in the table.
         mixer: as in `preset_config`.
         tokenizer: decides the vocabulary, unless `vocab_size` is given.
-        vocab_size: of the model.
-        folder: of the run.
-        tokens: to train on; by default the table's number for each parameter. The batch follows from it.
+        vocab_size: vocabulary size of the model.
+        folder: folder of the run.
+        tokens: number of tokens to train on; by default the table's tokens per parameter. It decides the batch.
     """
     if depth < 2 or depth % 2:
         raise ValueError(f"depth={depth}; expected an even number of sublayers, at least 2")
@@ -145,7 +147,7 @@ def rule_config(
 
 
 def assemble(model: DecoderConfig, recipe: Recipe, tokenizer: str, folder: str) -> TrainConfig:
-    """A batch of more than two micro-batches is cut into such, to the nearest whole number of them."""
+    """A batch of more than two micro-batches is split into the nearest whole number of them."""
     accumulate = round(recipe.rows / MICRO_ROWS) if recipe.rows > 2 * MICRO_ROWS else 1
     rows = MICRO_ROWS if accumulate > 1 else recipe.rows
     steps = max(1, round(recipe.tokens / (accumulate * rows * recipe.tokens_per_row)))
@@ -176,9 +178,9 @@ def describe_recipe(name: str, config: TrainConfig) -> str:
     parameters = count_parameters(config.model).active_without_embeddings
     tokens = config.run.steps * config.tokens_per_step
     capped = name == RULE and config.optimizer.lr == MOST_RATE
-    asked = f", the table's largest (its law leads to {RATE(parameters):.3g} here)" if capped else ""
+    limit = f", the table's largest (its law would give {RATE(parameters):.3g})" if capped else ""
     return (
         f"{name}: {parameters:,} active parameters without embeddings, {tokens:.4g} tokens ({tokens / parameters:.3g} "
         f"per parameter) in {config.run.steps:,} steps of {config.run.accumulate * config.data.rows} × "
-        f"{config.data.tokens_per_row} tokens, learning rate {config.optimizer.lr:g}{asked}"
+        f"{config.data.tokens_per_row} tokens, learning rate {config.optimizer.lr:g}{limit}"
     )

@@ -25,7 +25,7 @@ def save_checkpoint(run: Run) -> None:
         "progress": dataclasses.asdict(run.progress),
         "data": run.batches.state(),
         "corpus": run.corpus.digest,
-        "random": {"seed": config.seed, "step": step},  # all that the next step's random numbers come from
+        "random": {"seed": config.seed, "step": step},  # seeds the random numbers of the next step
         "config": run.config.saved(),
     }
     run.pending = checkpoint.save(folder, step, state, keep=config.keep, asynchronous=config.asynchronous)
@@ -34,14 +34,14 @@ def save_checkpoint(run: Run) -> None:
 
 
 def wait_for_checkpoint(run: Run) -> None:
-    """Until the one that is being written is complete; what went wrong with it is raised here."""
+    """Wait until the pending checkpoint is complete; its errors are raised here."""
     pending, run.pending = run.pending, None
     if pending is not None:
         pending.result()
 
 
 def load_checkpoint(run: Run) -> None:
-    """The newest intact one, where there is one."""
+    """Load the newest intact checkpoint, if there is one."""
     loaded = checkpoint.load_latest(run.folder / "checkpoints", state_tensors(run))
     if loaded is not None:
         restore(run, loaded[1])
@@ -53,9 +53,9 @@ def state_tensors(run: Run) -> dict[str, Any]:
 
 
 def restore(run: Run, state: Mapping[str, Any]) -> None:
-    """All that is no tensor: those are filled already."""
-    altered = f"{run.folder / CONFIG} is not the configuration of the checkpoints beside it"
-    check_same(TrainConfig.from_saved(state["config"], run.folder / "checkpoints"), run.config, altered)
+    """Restore everything except tensors, which are filled already."""
+    problem = f"{run.folder / CONFIG} differs from the configuration of the checkpoints"
+    check_same(TrainConfig.from_saved(state["config"], run.folder / "checkpoints"), run.config, problem)
     check_tokens(run.corpus, state["corpus"], run.folder)
     run.progress = Progress(**state["progress"])
     run.batches.restore(state["data"])

@@ -25,16 +25,16 @@ Report = Callable[[Mapping[str, Any]], None]
 
 @dataclass
 class Progress:
-    """What a checkpoint holds beside weights, optimiser and the position in the data."""
+    """What a checkpoint holds in addition to weights, optimiser and the position in the data."""
 
-    step: int = 0  # steps that are done
+    step: int = 0  # completed steps
     seconds: float = 0.0  # of training work, over all starts
-    losses: list[float] = field(default_factory=list)  # the last ones, for the running median
-    bad: int = 0  # bad ones in a row
+    losses: list[float] = field(default_factory=list)  # the latest ones, for the running median
+    bad: int = 0  # bad losses in a row
     validation: dict[str, float] = field(default_factory=dict)
-    memory: int = 0  # the most that any start has held
+    memory: int = 0  # peak in bytes, over all starts
     processor_seconds: float = 0.0  # of all work, over all starts and threads
-    recording_seconds: float = 0.0  # what the diagnostics and snapshots took of it
+    recording_seconds: float = 0.0  # the part of it that diagnostics and snapshots took
 
 
 @dataclass
@@ -60,12 +60,12 @@ class Run:
             self.loss = torch.compile(self.model.loss, dynamic=False)
 
     def is_due(self, every: int) -> bool:
-        """At each multiple of `every`, and after the last step."""
+        """True at each multiple of `every`, and after the last step."""
         done = self.progress.step
         return done == self.config.run.steps or (every > 0 and done % every == 0)
 
     def processor_seconds(self) -> float:
-        """Processor time of this run up to now, over all starts, on all threads of this process."""
+        """Processor time of this run so far, over all starts and all threads of this process."""
         now = time.process_time()
         self.progress.processor_seconds += now - self.clock
         self.clock = now
@@ -83,7 +83,7 @@ class Run:
             self.report(line)
 
     def close(self) -> None:
-        """Nothing of a run outlives its claim of the folder, whatever ended it."""
+        """Wait for a pending checkpoint and close the metrics, before the folder is released."""
         if self.pending is not None:
             self.pending.exception()
         if self.metrics is not None:

@@ -1,4 +1,4 @@
-"""The learning rate of a step, as a pure function."""
+"""The learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from depthmix.training.config import ScheduleConfig
 
 
 def rate_factor(step: int, steps: int, schedule: ScheduleConfig) -> float:
-    """The share of the highest learning rate that step `step` of 0 … steps − 1 takes."""
+    """The learning rate of step `step` (0 … steps − 1), as a share of the highest."""
     warmup = round(schedule.warmup * steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)

@@ -1,4 +1,4 @@
-"""What is measured beside the training, each at its own interval; none of it touches the weights.
+"""Measurements during training, each at its own interval; none of them changes the weights.
 
 Axes: B batch, T token.
 """
@@ -19,7 +19,7 @@ from depthmix.training.run import Run
 
 
 def run_validation(run: Run) -> None:
-    """Where it is due: log the validation loss. One that is not finite stops the run before a checkpoint is written."""
+    """Log the validation loss when it is due. One that is not finite stops the run before a checkpoint is written."""
     if not run.is_due(run.config.run.validate_every):
         return
     run.progress.validation = validate(run)
@@ -30,7 +30,7 @@ def run_validation(run: Run) -> None:
 
 @torch.no_grad()
 def validate(run: Run) -> dict[str, float]:
-    """Loss and bits per byte of the first validation batches; ranks share the rows where these can be shared."""
+    """Loss and bits per byte of the first validation batches; rows are split over ranks if they divide evenly."""
     run.model.eval()
     total, rows = torch.zeros((), dtype=torch.float64), 0
     for tokens in held_out(run.corpus, run.config):
@@ -50,7 +50,7 @@ def held_out(corpus: Corpus, config: TrainConfig) -> Iterator[Tensor]:
 
 
 def run_diagnostics(run: Run) -> None:
-    """Where they are due: log magnitudes over depth and what layers read, save M and weights; on the fixed batch."""
+    """When due, on the fixed batch: log norms over depth and what layers read; save M and the weights over sources."""
     depth_due, snapshot_due = run.is_due(run.config.run.depth_every), run.is_due(run.config.run.snapshot_every)
     if not depth_due and not snapshot_due:
         return
@@ -62,7 +62,7 @@ def run_diagnostics(run: Run) -> None:
     if depth_due:
         values = {
             **magnitudes.to_dict(),
-            **diagnostics.reading(trace),
+            **diagnostics.read_statistics(trace),
             "query_norm": diagnostics.query_norms(run.model),
         }
         spent = progress.recording_seconds + run.processor_seconds() - started

@@ -1,8 +1,8 @@
-"""The closed forms (native/ and torch_form.py) as one function that torch differentiates.
+"""The closed forms (native/ and torch_form.py) as one autograd function.
 
-A closed form is a module with two functions. `forward` gives the mixtures, log-sum-exps and a few numbers per token;
-`backward` makes the gradients of these, the sources and the gradients that come in. The module is chosen before the
-forward pass and serves both.
+A closed form is a module with two functions. `forward` returns the mixtures, log-sum-exps and a few numbers per token;
+`backward` computes the gradients from these, the sources and the incoming gradients. The module is chosen before the
+forward pass and used for both passes.
 
 Axes: ... any leading shape, D channel, Q query.
 """
@@ -21,7 +21,7 @@ from depthmix.ops.attend.options import ReadOptions
 
 
 class Attend(torch.autograd.Function):
-    """Keeps references to the sources and numbers per token; recomputes everything of width D."""
+    """Saves references to the sources and a few numbers per token; recomputes everything of width D."""
 
     @staticmethod
     def forward(
@@ -42,7 +42,7 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         folded, rstd, weights, lse, h, prior_lse, *sources = ctx.saved_tensors
-        if torch.is_grad_enabled():  # a graph of the backward pass is wanted
+        if torch.is_grad_enabled():  # create_graph=True
             if prior_lse is not None:
                 raise RuntimeError(
                     "second derivatives of a two-phase read are not supported (the tensors they need are not saved). "
@@ -60,7 +60,7 @@ class Attend(torch.autograd.Function):
 def differentiable_backward(
     options: ReadOptions, folded: Tensor, sources: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
-    """The same gradients from the plain form, with a graph: its own derivative is the second one."""
+    """The same gradients from the plain form, with a graph: differentiating it gives the second derivatives."""
     h, lse = reference.attend(sources, folded, options=options)
     outputs = [(out, g) for out, g in zip((*h, *lse), grads, strict=True) if g is not None]
     inputs = [t for t in (folded, *sources) if t.requires_grad]

@@ -1,12 +1,12 @@
-"""What compilers and functional transforms are given: plain operations, or the native read as an operator.
+"""The forms for compilers and functional transforms: plain operations, or the native read as a custom operator.
 
-The plain operations are in the form that compilers fuse best: sums along a row, neither normalised keys nor matmuls. A
-compiler makes one loop over a source of its norm and all its logits; a matrix product would want the normalised keys in
-memory first. Any transform of torch can take derivatives of it.
+The plain operations are in the form that compilers fuse best: sums along a row, without normalised keys or matmuls. A
+compiler fuses the norm of a source and all its logits into one loop; a matrix product would need the normalised keys in
+memory first. Any transform of torch can differentiate this form.
 
-The operator a compiler takes as it is, instead of making loops of its own. Its backward pass keeps what that of the
-eager read keeps: references to the sources and numbers per token. Its arguments are what torch's schemas know: plain
-numbers in the place of `ReadOptions`.
+A compiler calls the custom operator without tracing into it. Its backward pass saves what that of the eager read
+saves: references to the sources and a few numbers per token. Its arguments are those that torch's schemas support:
+plain numbers instead of `ReadOptions`.
 
 Axes: ... any leading shape, D channel, S source, Q query.
 """
@@ -37,12 +37,12 @@ def attend(
     prior: tuple[Tensor, Tensor] | None = None,
     options: ReadOptions = DEFAULT,
 ) -> Reads:
-    """As `reference.attend`, in plain operations."""
+    """The same as `reference.attend`, in plain operations."""
     return join(sources, torch.stack([logits(v, folded, options) for v in sources], -1), prior)
 
 
 def logits(v: Tensor, folded: Tensor, options: ReadOptions) -> Tensor:
-    """[..., Q] of one source."""
+    """Logits [..., Q] of one source."""
     u, r = rms_parts(v, options.eps)[:2] if options.normalize else (wide(v), 1.0)
     return options.scale * r * torch.stack([(u * c).sum(-1) for c in folded.unbind(0)], -1)
 
@@ -53,7 +53,7 @@ def attend_by_operator(
     prior: tuple[Tensor, Tensor] | None = None,
     options: ReadOptions = DEFAULT,
 ) -> Reads:
-    """As `reference.attend`, by the native kernel."""
+    """The same as `reference.attend`, computed by the native kernel."""
     queries = folded.shape[0]
     h, lse = prior or (None, None)
     out = forward_op(list(sources), folded.contiguous(), h, lse, options.normalize, options.eps, options.scale)
@@ -112,11 +112,11 @@ def _(v: Sequence[Tensor], c: Tensor, prior: Any, prior_lse: Any, *options: Any)
 
 @backward_op.register_fake
 def _(v: Sequence[Tensor], c: Tensor, h: Any, prior_lse: Tensor | None, *rest: Any) -> list[Tensor]:
-    alike = [*v, c] if prior_lse is None else [*v, c, v[0], prior_lse]
-    return [t.new_empty(t.shape) for t in alike]
+    inputs = [*v, c] if prior_lse is None else [*v, c, v[0], prior_lse]
+    return [t.new_empty(t.shape) for t in inputs]
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     v, c, prior, prior_lse, ctx.normalize, _, ctx.scale = inputs
     *h, lse, rstd, weights = output
     ctx.save_for_backward(*v, c, None if prior is None else h[0], prior_lse, rstd, weights, lse)
@@ -130,4 +130,4 @@ def backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return of_v, of_c, *(of_prior or [None, None]), None, None, None
 
 
-forward_op.register_autograd(backward, setup_context=keep)
+forward_op.register_autograd(backward, setup_context=save_for_backward)

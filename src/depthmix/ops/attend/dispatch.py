@@ -1,11 +1,11 @@
-"""Which code computes a read over depth: chosen by the tensors, or forced with `using`.
+"""Which backend computes a read over depth: chosen from the tensors, or forced with `using`.
 
-fused      fla-core's Triton kernel on a GPU, for single reads (float32, bfloat16, float16): there no pass is shared
+fused      fla-core's Triton kernel on a GPU, for single reads (float32, bfloat16, float16); reads share no pass
 native     C++ on the CPU, compiled on demand (float32, float64)
 torch      closed forms in torch operations, any device and dtype (torch_form.py)
 reference  the plain form with torch's own backward; slow, the ground truth
 
-Code that torch traces takes compiled.py: the native read as an operator, or plain operations.
+Code that torch traces uses compiled.py: the native read as a custom operator, or plain operations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from depthmix.ops.reference import accumulator
 
 @contextmanager
 def using(backend: Backend) -> Iterator[None]:
-    """Within this block, take one backend and no other; "fused" and "native" are errors where they cannot serve."""
+    """Force one backend within this block; "fused" and "native" raise an error where they cannot be used."""
     if backend not in get_args(Backend):
         raise ValueError(f"backend={backend!r}; expected one of {', '.join(map(repr, get_args(Backend)))}")
     why = native.why_not() if backend == "native" else fused.why_not() if backend == "fused" else ""
@@ -44,9 +44,9 @@ def using(backend: Backend) -> Iterator[None]:
 
 
 def read_one(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions = DEFAULT) -> Tensor:
-    """A single read: the mixture of one folded query [1, D], where nobody asks for its log-sum-exp.
+    """A single read: the mixture of one folded query [1, D], without its log-sum-exp.
 
-    Apart from `read_many` because a kernel that gives no log-sum-exp can serve it.
+    It is separate from `read_many` because kernels that return no log-sum-exp can compute it.
     """
     if not traced_by_torch() and takes_fused(sources, folded, options):
         return fused.read_one(sources, folded, options)
@@ -60,11 +60,11 @@ def read_many(
     prior: tuple[Tensor, Tensor] | None = None,
     options: ReadOptions = DEFAULT,
 ) -> Reads:
-    """`attend` without its checks, for queries [Q, D] that `fold` made: Q mixtures and their Q log-sum-exps.
+    """`attend` without its checks, for queries [Q, D] from `fold`: Q mixtures and their Q log-sum-exps.
 
-    With one query a prior may join, the result (h, lse) over other sources: phase 2 of the two-phase computation.
+    One query may also have a prior, the result (h, lse) over other sources: phase 2 of the two-phase computation.
     """
-    folded = folded.to(accumulator(sources[0].dtype))  # logits are computed as sources are accumulated
+    folded = folded.to(accumulator(sources[0].dtype))  # logits use the precision of the sources' accumulator
     if traced_by_torch():
         by_operator = takes_operator([*sources, folded, *(prior or ())])
         form = compiled.attend_by_operator if by_operator else compiled.attend
@@ -78,21 +78,22 @@ def read_many(
 
 
 def sharing_pays(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions = DEFAULT) -> bool:
-    """Whether several queries should share a pass over finished sources, rather than each read all on its own.
+    """Whether several queries should share one pass over finished sources instead of each reading all sources.
 
-    It pays wherever one code serves both: two phases move about half of what single reads move, in torch operations
-    too. On a GPU fla-core's kernel serves single reads only and moves a fraction of what torch operations do.
+    Sharing pays wherever the same backend does both: two phases move about half the memory of single reads, in torch
+    operations too. On a GPU fla-core's kernel does only single reads, and moves a fraction of the memory that torch
+    operations move.
     """
     return traced_by_torch() or not takes_fused(sources, folded, options)
 
 
 def takes_fused(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions) -> bool:
-    """Whether this single read goes to the fused kernel. Where only its package is missing, a warning says so once."""
+    """Whether this single read uses the fused kernel. If only its package is missing, a warning is given once."""
     if chosen() not in ("auto", "fused"):
         return False
     why = fused.obstacle(sources, folded, options)
     if why and chosen() == "fused":
-        raise RuntimeError(f"the fused backend cannot serve this read: {why}")
+        raise RuntimeError(f"the fused backend cannot compute this read: {why}")
     if why and fused.on_gpu(sources) and why == fused.why_not():
         warn_of_missing_kernel(why)
     return not why
@@ -101,14 +102,14 @@ def takes_fused(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions)
 @functools.cache
 def warn_of_missing_kernel(why: str) -> None:
     warnings.warn(
-        "attention over depth runs in plain torch operations on this GPU, which move many times the memory that a "
-        f"fused kernel moves: {why}",
+        "attention over depth runs in plain torch operations on this GPU, which move many times as much memory as a "
+        f"fused kernel: {why}",
         stacklevel=2,
     )
 
 
 def takes_operator(tensors: Sequence[Tensor]) -> bool:
-    """Whether a compiler is given the native read as an operator; an exported program must run without us."""
+    """Whether a compiler gets the native read as an operator; an exported program must run without depthmix."""
     if not torch.compiler.is_compiling() or torch.compiler.is_exporting() or functional():
         return False
     return native_wanted() and native.fits(tensors)
@@ -118,35 +119,37 @@ def native_wanted() -> bool:
     return chosen() in ("auto", "native") and native.library() is not None
 
 
-# Dynamo calls it and does not trace it: what `torch.compiler.assume_constant_result` does, which imports all of Dynamo.
+# Dynamo calls this without tracing it. `torch.compiler.assume_constant_result` does the same but imports all of Dynamo.
 native_wanted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def closed_form_for(tensors: Sequence[Tensor]) -> ModuleType:
-    """The module whose `forward` and `backward` serve these tensors."""
+    """The module whose `forward` and `backward` can compute with these tensors."""
     choice = chosen()
     if choice == "torch":
         return torch_form
     if choice == "fused":
         raise RuntimeError(
-            "the fused backend serves single reads only (one query, no prior, no log-sum-exp: `ops.read_one`), and "
-            "this read is not one. Leave the choice to 'auto', which takes the fused kernel wherever it fits"
+            "the fused backend computes single reads only (one query, no prior, no log-sum-exp: `ops.read_one`), and "
+            "this is not a single read. Use backend 'auto', which takes the fused kernel wherever it applies"
         )
     if native.fits(tensors) and native.library() is not None:
         return native
     if choice == "native":
         kinds = sorted({f"{t.dtype} on {t.device}{'' if t.is_contiguous() else ', not contiguous'}" for t in tensors})
-        raise RuntimeError(f"the native backend takes contiguous float32 or float64 on a CPU; got {'; '.join(kinds)}")
+        raise RuntimeError(
+            f"the native backend needs contiguous float32 or float64 tensors on a CPU; got {'; '.join(kinds)}"
+        )
     return torch_form
 
 
 def describe(device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> str:
-    """What `auto` takes for a stream like this, for people to read."""
+    """The backend that `auto` chooses for this device and dtype, as text for users."""
     kind = torch.device(device).type
     if kind == "cpu":
-        why = native.why_not() or ("" if dtype in native.DTYPES else f"the native kernel does not take {dtype}")
+        why = native.why_not() or ("" if dtype in native.DTYPES else f"the native kernel does not support {dtype}")
         return f"torch ({why})" if why else "native (C++, compiled for this CPU)"
     if kind == "cuda":
         why = fused.why_not() or fused.unfit(dtype)
-        return f"torch ({why})" if why else "fused (fla-core's Triton kernel), each read on its own"
+        return f"torch ({why})" if why else "fused (fla-core's Triton kernel), each read separately"
     return f"torch (there is no kernel for {kind})"

@@ -1,7 +1,7 @@
-"""Single reads on a GPU by the fused Triton kernel of fla-core, where that is installed.
+"""Single reads on a GPU by the fused Triton kernel of fla-core, if it is installed.
 
-A single read has one query and no prior, and nobody asks for its log-sum-exp: the kernel keeps that to itself. fla-core
-is imported at the first such read on a GPU and nowhere else; where it is absent or broken, `why_not()` says why.
+A single read has one query, no prior and no log-sum-exp in its result, which the kernel does not return. fla-core is
+imported only at the first such read on a GPU; if it is missing or broken, `why_not()` gives the reason.
 
 Axes: ... any leading shape, D channel.
 """
@@ -21,9 +21,9 @@ from depthmix.ops.reference import accumulator
 
 MODULE = "fla.ops.attnres"
 INSTALL = "pip install 'depthmix[kernels]'"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # it computes in float32, which would cut float64 short
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # it computes in float32: float64 would lose precision
 PLAIN = (Tensor, torch.nn.Parameter)
-MOST_SOURCES = 128  # two tables of pointers, padded to a power of two, go into its backward: 256 would fill CUDA's 4 KB
+MOST_SOURCES = 128  # backward passes two padded pointer tables as arguments: 256 sources would fill CUDA's 4 KB
 
 
 @functools.cache
@@ -31,7 +31,7 @@ def load() -> tuple[Any, str]:
     """fla-core's function and "", or None and the reason."""
     try:
         return importlib.import_module(MODULE).fused_attnres, ""
-    except Exception as error:  # whatever breaks in there (Triton, a driver), the ordinary path serves
+    except Exception as error:  # whatever fails in there (Triton, a driver), torch operations still work
         if isinstance(error, ModuleNotFoundError) and error.name == "fla":
             return None, f"fla-core is not installed: {INSTALL}"
         why = f"{type(error).__name__}: {error}"
@@ -51,29 +51,29 @@ def unfit(dtype: torch.dtype) -> str:
 
 
 def obstacle(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions) -> str:
-    """Why the kernel cannot serve this single read; "" where it can."""
+    """Why the kernel cannot compute this single read; "" if it can."""
     if not on_gpu([*sources, folded]):
         return f"it runs on CUDA devices; the sources are on {sources[0].device}, the query on {folded.device}"
     if why := unfit(sources[0].dtype):
         return why
     if not options.normalize:
-        return "it always normalizes keys; normalize=False is for the other backends"
+        return "it always normalises keys; normalize=False needs another backend"
     if len(sources) > MOST_SOURCES:
-        return f"it takes at most {MOST_SOURCES} sources; got {len(sources)}"
+        return f"it supports at most {MOST_SOURCES} sources; got {len(sources)}"
     if not sources[0].numel():
-        return f"it takes at least one token and one channel; got sources of shape {list(sources[0].shape)}"
+        return f"it needs at least one token and one channel; got sources of shape {list(sources[0].shape)}"
     for s, v in enumerate(sources):
         if type(v) not in PLAIN:
-            return f"it takes plain tensors; sources[{s}] is a {type(v).__name__}"
+            return f"it needs plain tensors; sources[{s}] is a {type(v).__name__}"
         if not v.is_contiguous() or v.data_ptr() % 16:
-            return f"it takes contiguous memory that begins at a multiple of 16 bytes; sources[{s}] does not"
+            return f"it needs contiguous sources aligned to 16 bytes; sources[{s}] is not"
     return why_not()
 
 
 def read_one(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions) -> Tensor:
-    """h [..., D] of one folded query [1, D], differentiable once by the kernel's own backward pass."""
+    """h [..., D] of one folded query [1, D], differentiable once, by the kernel's own backward pass."""
     query = folded.squeeze(0).to(accumulator(sources[0].dtype))
-    ones = torch.ones_like(query)  # the key weight is in the query already: only their product enters the kernel
+    ones = torch.ones_like(query)  # the key weight is already folded into the query
     h: Tensor = load()[0](query, tuple(sources), ones, rms_eps=options.eps, scale=options.scale)
     if h.requires_grad:
         h.register_hook(refuse_second_derivatives)
@@ -81,7 +81,7 @@ def read_one(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions) ->
 
 
 def refuse_second_derivatives(grad: Tensor) -> None:
-    """The kernel's backward pass has no graph: a derivative of it would lack terms and not say so."""
+    """Raise on double backward: the kernel's backward pass has no graph, so terms would be missing silently."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "second derivatives of a fused read are not supported (its kernel has none). "

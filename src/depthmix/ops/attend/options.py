@@ -1,4 +1,4 @@
-"""What a read over depth computes besides its tensors."""
+"""The options of a read over depth."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class ReadOptions(NamedTuple):
-    """Logits are ``scale * <query, norm(source)>``. A tuple: compilers and `autograd.Function` take it as it is."""
+    """Logits are ``scale * <query, norm(source)>``. A tuple, which compilers and `autograd.Function` accept."""
 
-    normalize: bool = True  # False: keys without their RMSNorm
-    eps: float = 1e-6  # of that norm
+    normalize: bool = True  # False: keys without RMSNorm
+    eps: float = 1e-6  # eps of that RMSNorm
     scale: float = 1.0  # multiplier of the logits
 
 

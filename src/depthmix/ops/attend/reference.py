@@ -1,4 +1,4 @@
-"""Attention over depth in plain torch: the ground truth that the backends beside this file are tested against.
+"""Attention over depth in plain torch: the ground truth that the backends in this folder are tested against.
 
 Axes: ... any leading shape (batch, token), D channel, S source, Q query, H head.
 """
@@ -33,7 +33,7 @@ def attend(
 
 
 def fold(query: Tensor, key_weight: Tensor | None) -> Tensor:
-    """The queries [Q, D] in which a key weight is taken up: only their product enters a logit."""
+    """The queries [Q, D] multiplied by the key weight: only their product enters a logit."""
     folded = wide(query) if key_weight is None else wide(query) * wide(key_weight)
     return folded.reshape(-1, query.shape[-1])
 
@@ -50,7 +50,7 @@ def scores(keys: Sequence[Tensor], query: Tensor) -> Tensor:
 
 
 def normed_scores(sources: Sequence[Tensor], query: Tensor, normalize: bool, eps: float) -> Tensor:
-    """`scores` of norm(v) without making it: 1/rms of a source is taken into its logit."""
+    """`scores` of norm(v) without materialising it: 1/rms of a source multiplies its logit."""
     if not normalize:
         return scores([wide(v) for v in sources], query)
     parts = [rms_parts(v, eps) for v in sources]
@@ -59,7 +59,7 @@ def normed_scores(sources: Sequence[Tensor], query: Tensor, normalize: bool, eps
 
 
 def join(sources: Sequence[Tensor], logits: Tensor, prior: tuple[Tensor, Tensor] | None) -> Reads:
-    """Mixtures and log-sum-exps for logits [..., Q, S], the prior as one more source."""
+    """Mixtures and log-sum-exps for logits [..., Q, S], with the prior as one more source."""
     if prior is not None:
         sources, logits = [*sources, prior[0]], torch.cat([logits, prior[1][..., None, None]], -1)
     lse = logits.logsumexp(-1)  # [..., Q]
@@ -77,6 +77,6 @@ def weighted_mixture(sources: Sequence[Tensor], weights: Tensor) -> Tensor:
 
 
 def merge(h1: Tensor, lse1: Tensor, h2: Tensor, lse2: Tensor) -> tuple[Tensor, Tensor]:
-    """Online softmax: attention over two disjoint sets of sources from the result over each."""
+    """Online softmax: attention over two disjoint sets of sources, from the results over each set."""
     gap = (lse1 - lse2).unsqueeze(-1)
     return weighted_sum([h1, h2], [torch.sigmoid(gap), torch.sigmoid(-gap)]), torch.logaddexp(lse1, lse2)

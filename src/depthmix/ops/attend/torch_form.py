@@ -1,7 +1,7 @@
 """Forward and backward of attention over depth in closed form, in torch operations, for any device and dtype.
 
-The interface is that of `native`: see attend.cpp there for the formulas. Nothing of width D is kept between the two but
-the sources themselves; everything else is recomputed.
+The interface is that of `native`: see its attend.cpp for the formulas. The only tensors of width D saved for the
+backward pass are the sources; everything else is recomputed.
 
 Axes: ... any leading shape, D channel, S source, Q query.
 """
@@ -25,7 +25,7 @@ def forward(
     prior_lse: Tensor | None,
     options: ReadOptions,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """h (one a query), lse [Q, ...], 1/rms [..., S], weights [..., Q, S]."""
+    """h (one per query), lse [Q, ...], 1/rms [..., S], weights [..., Q, S]."""
     if options.normalize:
         rstd = torch.cat([inverse_rms(v, options.eps) for v in sources], -1)
     else:
@@ -62,11 +62,11 @@ def backward(
         u = torch.zeros_like(a) if g is None else torch.stack([dot(g, v) for v in sources], -1)
         used = (a * u).sum(-1)
         from_lse = nothing if from_lse is None else from_lse
-        felt = used if h is None else nothing if g is None else dot(g, h)
-        slopes.append(a * (u - felt.unsqueeze(-1) + from_lse.unsqueeze(-1)))
+        grad_dot_h = used if h is None else nothing if g is None else dot(g, h)
+        slopes.append(a * (u - grad_dot_h.unsqueeze(-1) + from_lse.unsqueeze(-1)))
         if prior_lse is not None:
             of_prior = (prior_lse - lse[q]).exp()
-            grad_prior_lse = felt - used - of_prior * felt + of_prior * from_lse
+            grad_prior_lse = grad_dot_h - used - of_prior * grad_dot_h + of_prior * from_lse
             if g is not None:
                 grad_prior = weighted_sum([g], [of_prior.unsqueeze(-1)])
     slope = options.scale * torch.stack(slopes, -2)  # [..., Q, S]: of r_s <v_s, c_q>
@@ -77,7 +77,7 @@ def backward(
             one, r, unit = slope[..., s], rstd[..., s, None], wide(v)  # [..., Q], [..., 1], [..., D]
             grad = (one * r) @ folded
             if options.normalize:
-                unit = unit * r  # before any product with r again: r² of a long source underflows
+                unit = unit * r  # before multiplying by r again: r² of a long source underflows
                 pull = (one * r * linear(v, folded)).sum(-1, keepdim=True) * (r / -v.shape[-1])
                 grad = torch.addcmul(grad, pull, unit)
             for q, g in given:

@@ -1,7 +1,7 @@
-"""The CPU kernel of `attend` and the memory it writes to: C++ behind a plain C interface, compiled on demand and kept.
+"""The CPU kernel of `attend` and the memory it writes to: C++ with a plain C interface, compiled on demand and cached.
 
-The folder is $DEPTHMIX_CACHE, or depthmix under $XDG_CACHE_HOME or ~/.cache. Without a compiler, or where compiling
-fails, `library()` is None and the plain torch path serves; `why_not()` says why.
+The cache folder is $DEPTHMIX_CACHE, or depthmix under $XDG_CACHE_HOME or ~/.cache. Without a compiler, or if compiling
+fails, `library()` is None and torch operations are used instead; `why_not()` gives the reason.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ def build() -> tuple[ctypes.CDLL | None, str]:
 
 
 def cached_library(compiler: str) -> Path:
-    """Compile once for this source, compiler and machine; processes that race for it each write beside and rename."""
+    """Compile once per source, compiler and machine; concurrent processes write temporary files and rename them."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     key = "\n".join([*(source.read_text() for source in SOURCES), version, *FLAGS, platform.machine(), cpu_flags()])
     folder = cache_folder()
     target = folder / f"attend-{hashlib.sha256(key.encode()).hexdigest()[:20]}.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        handle, beside = tempfile.mkstemp(dir=folder, suffix=".so")
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".so")
         os.close(handle)
         try:
-            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", beside]
+            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", temporary]
             subprocess.run(command, capture_output=True, text=True, check=True)
-            os.replace(beside, target)
+            os.replace(temporary, target)
         finally:
-            Path(beside).unlink(missing_ok=True)
+            Path(temporary).unlink(missing_ok=True)
     return target
 
 
@@ -72,7 +72,7 @@ def cache_folder() -> Path:
 
 
 def cpu_flags() -> str:
-    """-march=native makes code for this very CPU: another one in the same home folder needs its own."""
+    """The CPU's features: -march=native compiles for this CPU, and a shared home folder may serve several CPUs."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next((line for line in lines if line.startswith("flags")), "")
@@ -89,7 +89,7 @@ def why_not() -> str:
 
 
 def fits(tensors: Sequence[Tensor]) -> bool:
-    """Plain contiguous CPU tensors of one dtype that the kernel knows."""
+    """Whether these are plain contiguous CPU tensors of one dtype that the kernel supports."""
     return all(
         type(t) in (Tensor, torch.nn.Parameter)
         and t.device.type == "cpu"
@@ -101,7 +101,7 @@ def fits(tensors: Sequence[Tensor]) -> bool:
 
 
 def plain(gradient: Tensor | None) -> Tensor | None:
-    """A gradient in memory that the kernel can read, whatever class of tensor arrived."""
+    """A gradient as a plain tensor, whose memory the kernel can read."""
     if gradient is None or type(gradient) is Tensor:
         return gradient
     copy = torch.empty(gradient.shape, dtype=gradient.dtype)
@@ -114,7 +114,7 @@ def empty_like(tensor: Tensor) -> Tensor:
 
 
 def release() -> None:
-    """Hand the memory back that waits for the next read."""
+    """Free the memory that is kept for the next read."""
     if build.cache_info().currsize and (loaded := library()) is not None:
         loaded.pool_release()
 
@@ -128,7 +128,7 @@ def pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def threads_for(source: Tensor, count: int) -> int:
-    """Starting a thread costs some ten microseconds: as much as reading about 2^15 numbers."""
+    """The number of threads. Starting one costs about ten microseconds, as much as reading about 2^15 numbers."""
     return max(1, min(torch.get_num_threads(), source.numel() * count >> 15))
 
 
@@ -139,7 +139,7 @@ def forward(
     prior_lse: Tensor | None,
     options: ReadOptions,
 ) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """h (one a query), lse [Q, ...], 1/rms [..., S], weights [..., Q, S]."""
+    """h (one per query), lse [Q, ...], 1/rms [..., S], weights [..., Q, S]."""
     first, (queries, dim), count = sources[0], folded.shape, len(sources)
     lead = first.shape[:-1]
     h = [empty_like(first) for _ in range(queries)]

@@ -1,8 +1,8 @@
-// Attention over depth on a CPU: one pass over the sources of a token, which stay in its cache.
+// Attention over depth on a CPU: one pass over the sources of a token, which stay in the CPU's cache.
 //
 // S sources [T, D] behind pointers, Q queries c [Q, D] (query times key weight), T tokens.
 // A prior is the result of an earlier attention over other sources: its mixtures o_q [T, D] and log-sum-exp [Q, T]; it
-// takes part as one more source whose logit is that log-sum-exp. (Phase 2 of arXiv 2603.15031, algorithm 1.)
+// acts as one more source whose logit is that log-sum-exp. (Phase 2 of arXiv 2603.15031, algorithm 1.)
 //
 //   r_s = 1 / sqrt(mean(v_s^2) + eps)      (1 where keys are not normalised)
 //   l_qs = scale r_s <v_s, c_q>            a_q = softmax over the sources and the prior
@@ -60,8 +60,8 @@ template <typename F> void over_tokens(int64_t tokens, int threads, F body) {
     for (auto &thread : pool) thread.join();
 }
 
-// <x, a> and <x, b> in one pass over x. `ahead`, if not null, is fetched into the cache on the way: a row is about a
-// page, and the CPU's own prefetching stops at its end.
+// <x, a> and <x, b> in one pass over x. `ahead`, if not null, is prefetched into the cache: a row is about a
+// page, and hardware prefetching stops at the page's end.
 template <typename T>
 void two_dots(const T *x, const T *a, const T *b, int64_t n, const T *ahead, T &with_a, T &with_b) {
     constexpr int64_t N = Lanes<T>::N;
@@ -84,7 +84,7 @@ template <typename T> T dot(const T *x, const T *a, int64_t n) {
     return one;
 }
 
-// 1 / sqrt(mean square + eps). Where the square overflowed, the row is taken again, scaled down by a power of two.
+// 1 / sqrt(mean square + eps). If the square overflowed, the row is scaled down by a power of two first.
 template <typename T> T inverse_rms(const T *v, int64_t n, T square, double eps) {
     if (std::isfinite(square)) return (T)(1 / std::sqrt((double)square / n + eps));
     const double down = std::ldexp(1.0, -3 * std::numeric_limits<T>::max_exponent / 4);
@@ -96,7 +96,7 @@ template <typename T> T inverse_rms(const T *v, int64_t n, T square, double eps)
 // Whether r^2 is near underflow.
 template <typename T> bool tiny(T r) { return r < std::ldexp((T)1, std::numeric_limits<T>::min_exponent / 4); }
 
-// Fresh memory comes page by page, and asking for it costs as much as writing it: take large pages where there are any.
+// Fresh memory is mapped page by page, which costs as much as writing it: use huge pages where available.
 template <typename T> void expect_writes(T *p, int64_t n) {
 #ifdef MADV_HUGEPAGE
     constexpr uintptr_t page = 1 << 21;
@@ -135,12 +135,12 @@ void forward(int64_t tokens, int64_t D, int S, int Q, const T *const *v, const T
                 T *w = weight + (t * Q + q) * S;
                 T top = prior ? prior_lse[q * tokens + t] : -std::numeric_limits<T>::infinity();
                 for (int s = 0; s < S; ++s) top = std::max(top, w[s]);
-                T own = prior ? std::exp(prior_lse[q * tokens + t] - top) : (T)0, sum = own;
+                T of_prior = prior ? std::exp(prior_lse[q * tokens + t] - top) : (T)0, sum = of_prior;
                 for (int s = 0; s < S; ++s) sum += (w[s] = std::exp(w[s] - top));
                 for (int s = 0; s < S; ++s) mixing[s] = (w[s] /= sum);
                 lse[q * tokens + t] = top + std::log(sum);
                 int parts = S;
-                if (prior) rows[parts] = prior[q] + t * D, mixing[parts++] = own / sum;
+                if (prior) rows[parts] = prior[q] + t * D, mixing[parts++] = of_prior / sum;
                 T *out = h[q] + t * D;
                 int64_t i = 0;
                 for (; i + 4 * N <= D; i += 4 * N) {
@@ -188,7 +188,7 @@ void spread(int64_t i, int64_t D, int S, int Q, const T *const *x, const T *cons
     }
 }
 
-// What a logit with the slope l adds to the gradients of a source so long that r^2 underflows, and of its query.
+// Adds the part of a logit with gradient l to the gradients of its query and of a source so long that r^2 underflows.
 template <typename T>
 void spread_far(int64_t D, const T *x, T r, T l, T product, const T *c, T *d, T *dc) {
     const T pull = l * (product * r) / (T)D;
@@ -203,7 +203,7 @@ template <typename T>
 void backward(int64_t tokens, int64_t D, int S, int Q, const T *const *v, const T *c, const T *const *h, const T *prior_lse,
               double scale, int normalize, const T *rstd, const T *weight, const T *lse, const T *const *G,
               const T *const *dlse, T *const *dv, T *dc_parts, T *const *dprior, T *dprior_lse, int threads) {
-    // G[q] and dlse[q] may be null where no gradient arrives; dc_parts is [threads, Q, D] and zero; dv is written, not added to.
+    // G[q] and dlse[q] may be null (no gradient); dc_parts is [threads, Q, D], zeroed; dv is overwritten.
     constexpr int64_t N = Lanes<T>::N;
     typedef typename Lanes<T>::V V;
     for (int s = 0; s < S; ++s) expect_writes(dv[s], tokens * D);
@@ -230,18 +230,18 @@ void backward(int64_t tokens, int64_t D, int S, int Q, const T *const *v, const 
                     if (!g[q]) slope[q * S + s] = 0;
                     used += a[q * S + s] * slope[q * S + s];
                 }
-                const T felt = prior_lse ? (g[q] ? dot(g[q], h[q] + t * D, D) : (T)0) : used;
+                const T grad_dot_h = prior_lse ? (g[q] ? dot(g[q], h[q] + t * D, D) : (T)0) : used;
                 for (int s = 0; s < S; ++s) {
-                    const T dl = a[q * S + s] * (slope[q * S + s] - felt + dle);
+                    const T dl = a[q * S + s] * (slope[q * S + s] - grad_dot_h + dle);
                     if (tiny(r[s])) far[q * S + s] = (T)scale * dl;
                     slope[q * S + s] = tiny(r[s]) ? (T)0 : (T)scale * dl * r[s];
                     if (normalize) pull[s] += slope[q * S + s] * product[q * S + s] * (r[s] * r[s] / (T)D);
                 }
                 if (prior_lse) {
-                    const T own = std::exp(prior_lse[q * tokens + t] - lse[q * tokens + t]);
-                    dprior_lse[q * tokens + t] = felt - used - own * felt + own * dle;
+                    const T of_prior = std::exp(prior_lse[q * tokens + t] - lse[q * tokens + t]);
+                    dprior_lse[q * tokens + t] = grad_dot_h - used - of_prior * grad_dot_h + of_prior * dle;
                     T *out = dprior[q] + t * D;
-                    for (int64_t i = 0; i < D; ++i) out[i] = g[q] ? own * g[q][i] : (T)0;
+                    for (int64_t i = 0; i < D; ++i) out[i] = g[q] ? of_prior * g[q][i] : (T)0;
                 }
             }
             int64_t i = 0;

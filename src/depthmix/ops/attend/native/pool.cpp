@@ -1,11 +1,11 @@
-// Large blocks of memory that are used again and again.
+// Large blocks of memory that are reused.
 //
-// The C library hands a large block back to the system when it is freed, and the system brings it back page by page,
-// filled with zeros: for the gradients of a read that costs more than the arithmetic. Here a freed block waits for the
-// next request of its size. It is marked as free to take (MADV_FREE), so a system that runs short of memory may have
-// it; and used and waiting blocks together are never more than were once in use at the same time.
+// The C library returns a large block to the system when it is freed, and the system maps it again page by page, filled
+// with zeros: for the gradients of a read that costs more than the arithmetic. Here a freed block is kept for the next
+// request of its size. It is marked with MADV_FREE, so a system that runs short of memory may reclaim it; and the used
+// and idle blocks together never exceed the peak use.
 //
-// A block reaches Python as a DLPack tensor, whose deleter gives it back.
+// A block is passed to Python as a DLPack tensor, whose deleter returns it to the pool.
 
 #include <cstdint>
 
@@ -19,7 +19,7 @@
 
 namespace {
 
-// The layout of DLPack's dlpack.h, the parts without a version.
+// The unversioned structures of DLPack's dlpack.h.
 struct DLTensor {
     void *data;
     struct { int32_t type, id; } device;
@@ -38,12 +38,12 @@ struct DLManagedTensor {
 constexpr int32_t CPU = 1;
 constexpr uint8_t FLOAT = 2;
 constexpr int AXES = 8;
-constexpr int64_t PAGE = 1 << 21, SMALL_PAGE = 1 << 12;  // a large page, where a block begins, and a plain one
+constexpr int64_t PAGE = 1 << 21, SMALL_PAGE = 1 << 12;  // a huge page, to which blocks are aligned, and an ordinary one
 
 struct Block {
     DLManagedTensor handle;
     int64_t shape[AXES], strides[AXES];
-    void *mapping;  // one page longer than the block, so that it can begin at a page
+    void *mapping;  // one huge page longer than the block, so that the block can be aligned
     int64_t bytes;
 };
 
@@ -108,7 +108,7 @@ class Pool {
     int64_t used = 0, waiting = 0, most = 0;
 };
 
-// Never destroyed: tensors may be freed while the process ends. A fork must not find it locked.
+// Never destroyed: tensors may be freed while the process exits. A fork must not copy a locked mutex.
 Pool &pool() {
     static Pool *only = [] {
         Pool *made = new Pool;
@@ -121,7 +121,7 @@ Pool &pool() {
 
 }  // namespace
 
-// A contiguous tensor of numbers of `bits` bits, not filled; null where the system has no memory for it.
+// An uninitialised contiguous tensor of numbers of `bits` bits; null if the system has no memory for it.
 extern "C" void *pool_take(int32_t ndim, const int64_t *shape, int32_t bits) {
     int64_t count = 1;
     for (int i = 0; i < ndim; ++i) count *= shape[i];
