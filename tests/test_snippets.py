@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 import depthmix as dm
-from depthmix.cli import main
+from depthmix.cli import VERBS, main
 from depthmix.mechanisms import kv_mechanism, mechanism
 from depthmix.training import TrainConfig
 
@@ -62,7 +62,6 @@ FIELDS = {  # what `--set` and `--sweep` take, without a leading "model."
     *(field.name for field in fields(DIAL.model)),
     *(f"{child}.{field.name}" for child, classes in MECHANISMS.items() for c in classes for field in fields(c.Config)),
 }
-VERBS = ("list", "show", "train", "eval", "compare", "scaling", "generate", "verify", "bench")
 
 
 def python_blocks(page: str) -> list[str]:
