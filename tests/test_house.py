@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import depthmix as dm
 from depthmix.cli.show import equations
@@ -180,15 +179,6 @@ def test_public_functions_say_what_they_do() -> None:
         thing = getattr(dm, name)
         if inspect.isfunction(thing) or inspect.isclass(thing):
             assert inspect.getdoc(thing) or name == "State", name
-
-
-def test_the_code_blocks_of_the_readme_run() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert blocks
-    scope: dict[str, object] = {}
-    torch.manual_seed(0)
-    for block in blocks:
-        exec(compile(block, "README.md", "exec"), scope)
 
 
 def test_the_pages_build(tmp_path: Path) -> None:

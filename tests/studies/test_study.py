@@ -336,18 +336,6 @@ def test_a_damaged_result_is_made_again_and_other_data_has_its_own_folder(text: 
     assert long_task(arm, 0, None, tmp_path / "s", "other").folder != task.folder
 
 
-@pytest.mark.full
-def test_the_demo_ends_with_the_page_and_what_each_model_writes(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    small = [word for key, value in SMALL.items() if key != "run.steps" for word in ("--set", f"{key}={value}")]
-    given = ["out", "--depth", "2", "--dim", "16", "--tokens", "640", "--tokenizer", "bpe:300", "--data", str(text)]
-    script = Path(__file__).parents[2] / "examples" / "compare_demo.py"
-    assert subprocess.run([sys.executable, script, *given, *small], check=False).returncode == 0
-    out = capfd.readouterr().out
-    assert "the whole page: out/comparison.md" in out
-    assert out.count("continues the prompt ---\ndef __init__(self, ") == 3
-    assert "depthmix compare --mixers residual block_attnres depth_attention" in Path("out/comparison.md").read_text()
-
-
 def test_scaling_fits_a_law_for_each_arm(text: Path, capfd: pytest.CaptureFixture[str]) -> None:
     sets = [word for key, value in SMALL.items() if key != "run.steps" for word in ("--set", f"{key}={value}")]
     given = ["scaling", "--mixers", "residual", "attnres", "--sizes", "2x16", "4x32", "--tokens", "640"]
