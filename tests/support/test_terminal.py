@@ -144,6 +144,14 @@ def test_a_bar_has_the_time_left_in_front_and_no_broken_word() -> None:
     assert re.search(r"about \d+ s left +[━╸╺ ]+ step 3/20, loss 2.5173, validation 2.4456, about some more…", row), row
 
 
+def test_a_message_is_broken_between_words_on_a_terminal_only() -> None:
+    words = "a message that is longer than the hundred columns of this terminal and has a_rather_long_name in it, twice"
+    code = f"from depthmix.support.terminal import say; say({words!r})"
+    assert shown_on_a_terminal(code).split("\r\n") == [words.removesuffix(" twice"), "twice", ""]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == words + "\n"
+
+
 def test_a_child_has_this_package_and_its_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     environment = child_environment(3)

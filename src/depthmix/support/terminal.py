@@ -84,7 +84,10 @@ def cut(text: str, width: int) -> str:
 
 
 def say(text: str) -> None:
-    """A message on stderr, at once; above the bar where one is shown."""
+    """A message on stderr, at once; above the bar where one is shown. On a terminal it is broken between words."""
+    if sys.stderr.isatty():
+        width = console(stderr=True).width
+        text = "\n".join(wrapped(line, width) for line in text.split("\n"))
     print(text, file=sys.stderr, flush=True)
 
 
