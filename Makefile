@@ -51,9 +51,9 @@ matrices: $(VENV)/dev
 STUDIES ?= studies
 study: $(VENV)/dev
 	$(BIN)/depthmix compare --mixers residual denseformer mhc block_attnres attnres depth_attention $(STUDY) \
-	  --seeds 5 --lrs 5e-3 1e-2 2e-2 --folder $(STUDIES)/first --publish docs/results/first_study $(ARGS)
+	  --seeds 5 --lrs 5e-3 1e-2 2e-2 4e-2 --folder $(STUDIES)/first --publish docs/results/first_study $(ARGS)
 	$(BIN)/depthmix compare --mixers residual block_attnres attnres depth_attention $(STUDY) --set optimizer.name=adamw \
-	  --seeds 3 --lrs 2.5e-3 5e-3 1e-2 --folder $(STUDIES)/first_adamw --publish docs/results/first_study_adamw $(ARGS)
+	  --seeds 3 --lrs 1.25e-3 2.5e-3 5e-3 1e-2 --folder $(STUDIES)/first_adamw --publish docs/results/first_study_adamw $(ARGS)
 
 STUDY := --depth 24 --dim 96 --tokens 614400 --lr-share 0.333 --jobs 2 \
   --set run.validate_every=30 --set run.snapshot_every=50 --set mixer.num_blocks=8

@@ -71,7 +71,8 @@ def test_list_takes_the_last_of_two_values(capsys: pytest.CaptureFixture[str]) -
     assert rows["hyper_connections"]["rank"] == 4, "nobody set it"
 
 
-@pytest.mark.parametrize("words", [("list",), ("show", "--preset", "all"), ("show", "--preset", "attnres-194m"),
+@pytest.mark.parametrize("words", [("list",), ("list", "--dim", "4096", "--depth", "256"),
+                                   ("show", "--preset", "all"), ("show", "--preset", "attnres-194m"),
                                    ("show", "attnres"), ("show", "mhc"), ("show", "depth_attention"),
                                    ("verify", "highway", "--checks"), ("verify", "scaled_residual")])  # fmt: skip
 def test_nothing_breaks_inside_a_word_at_80_columns(

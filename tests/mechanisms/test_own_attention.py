@@ -190,3 +190,21 @@ def test_the_command_line_tells_where_each_kind_belongs(
 ) -> None:
     assert main(arguments) == 2
     assert re.search(words, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v"),
+    [
+        ((2, 4, 3, 16), (2, 4, 3, 16), (2, 4, 3, 16)),  # heads of another width
+        ((2, 3, 5, 8), (2, 2, 5, 8), (2, 2, 5, 8)),  # 3 query heads over 2 key heads
+        ((2, 5, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8)),  # [B, T, H, d]
+        ((2, 4, 5, 8), (2, 4, 5, 8), (2, 2, 5, 8)),
+        ((5, 8), (5, 8), (5, 8)),
+    ],
+    ids=["width", "groups", "layout", "values", "no heads"],
+)
+def test_heads_of_another_shape_are_refused(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
+    for name in dm.list_mechanisms(kind="kv"):
+        stack = dm.KVStack(name, head_dim=8, depth=2)
+        with pytest.raises(ValueError, match=r"attention 0 got q \[.*\]; expected \[\.\.\., heads, tokens, head_dim\]"):
+            stack[0].mix(torch.ones(q), torch.ones(k), torch.ones(v), stack.begin())

@@ -149,8 +149,9 @@ def test_the_table_of_0_1_0_has_every_option(name: str) -> None:
     from depthmix.mechanisms import legacy
 
     fields = {field.name for field in dataclasses.fields(config_class(name))}
-    if name in legacy.DEFAULTS:
-        assert set(legacy.DEFAULTS[name]) == fields
+    if name not in legacy.DEFAULTS:
+        pytest.skip("newer than 0.1.0, so that no file without a format can name it")
+    assert set(legacy.DEFAULTS[name]) == fields
     options = legacy.complete(name, {}, dim=64, depth=20)
     config_class(name)(**options).check(dim=64, depth=20)
 

@@ -102,7 +102,7 @@ def run_verb(verb: str, options: list[str]) -> int:
         )
     except SystemExit as end:
         if not end.code and {"-h", "--help"} & set(options):
-            print("\n\n".join(["", *notes, "\n".join(["examples:", *(INDENT + line for line in module.EXAMPLES)])]))
+            print("\n\n".join([*notes, "\n".join(["examples:", *(INDENT + line for line in module.EXAMPLES)])]))
         raise
     return int(code or 0)
 

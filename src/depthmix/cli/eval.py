@@ -45,6 +45,8 @@ def run(
 
     Of an unfinished run, the model of the newest checkpoint is evaluated.
     """
+    if file is not None and not file.is_file():
+        raise FileNotFoundError(f"no file {file}; expected a text")
     data = read_config(folder).data
     model, digest, _ = open_run_folder(folder, device)
     row = data.tokens_per_row if tokens_per_row is None else tokens_per_row
@@ -70,8 +72,6 @@ def run(
 
 
 def score_file(model: Decoder, file: Path, tokenizer: BatchTokenizer, row: int, rows: int) -> Score:
-    if not file.is_file():
-        raise FileNotFoundError(f"no file {file}; expected a text")
     content = file.read_bytes()
     ids = torch.as_tensor(tokenizer.encode_batch([content])[0].astype("int64"))
     if len(ids) < 2:

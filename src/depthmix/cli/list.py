@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_format
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -14,9 +14,10 @@ from depthmix.mechanisms import DepthStack, KVStack, PluginError, is_kv, kv_mech
 from depthmix.mechanisms.make import check_sizes
 from depthmix.mechanisms.registry import naming_plugin, survey
 from depthmix.support.checks import parse_value, split_pair
-from depthmix.support.terminal import console, say, styled
+from depthmix.support.terminal import console, print_wrapped, say
 
 EXAMPLE = "block_attnres.num_blocks=8"
+WIDE = 1000  # columns: enough for any table
 
 
 EXAMPLES = (
@@ -188,32 +189,12 @@ def print_values(rows: list[dict[str, Any]]) -> None:
 
 
 def print_table(rows: list[dict[str, Any]], dim: int, depth: int, chosen: Sequence[str] = ()) -> None:
-    from rich import box
-    from rich.table import Table
-
     options = f"default options{' but ' + ', '.join(chosen) if chosen else ''}"
-    title = styled(f"Mechanisms with {options} at D = {dim}, L = {depth} sublayers")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("mechanism", no_wrap=True)
-    table.add_column("arXiv", min_width=10)
-    table.add_column("state", justify="right", no_wrap=True)
-    table.add_column("params", justify="right", no_wrap=True)
-    table.add_column("rank", justify="right", no_wrap=True)
-    table.add_column("traffic", justify="right", no_wrap=True)
-    table.add_column("FLOPs", justify="right", no_wrap=True)
-    table.add_column("Pre-\nNorm")
-    for row in rows:
-        table.add_row(
-            row["name"],
-            row["paper"].removeprefix("arXiv ").replace(", ", "\n"),
-            f"{widths(row)}·D",
-            f"{row['parameters']:,}",
-            "–" if row["rank"] is None else str(row["rank"]),
-            f"{row['reads'] / dim:.3g}+{row['writes'] / dim:.3g}",
-            in_widths(row),
-            row["preserves_prenorm"].removeprefix("up to "),
-        )
     terminal = console()
+    print_wrapped(f"Mechanisms with {options} at D = {dim}, L = {depth} sublayers")
+    table = figures_table(rows, dim)
+    if terminal.measure(table, options=terminal.options.update(max_width=WIDE)).maximum > terminal.width:
+        table = figures_table(rows, dim, with_papers=False)
     terminal.print(table)
     terminal.print("state    widths D per token: at a cut / during a read, with derived results")
     terminal.print("rank     semiseparable rank of the depth mixing matrix M, generic coefficients")
@@ -227,3 +208,28 @@ def print_table(rows: list[dict[str, Any]], dim: int, depth: int, chosen: Sequen
         if row["note"]:
             terminal.print(f"{row['name']}: {row['note']}")
     terminal.print()
+
+
+def figures_table(rows: list[dict[str, Any]], dim: int, *, with_papers: bool = True) -> Any:
+    """One row for each mechanism; without the papers where 80 columns hold no more."""
+    from rich import box
+    from rich.table import Table
+
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "mechanism": lambda row: row["name"],
+        "arXiv": lambda row: row["paper"].removeprefix("arXiv ").replace(", ", "\n"),
+        "state": lambda row: f"{widths(row)}·D",
+        "params": lambda row: f"{row['parameters']:,}",
+        "rank": lambda row: "–" if row["rank"] is None else str(row["rank"]),
+        "traffic": lambda row: f"{row['reads'] / dim:.3g}+{row['writes'] / dim:.3g}",
+        "FLOPs": in_widths,
+        "Pre-\nNorm": lambda row: row["preserves_prenorm"].removeprefix("up to "),
+    }
+    shown = {name: cell for name, cell in columns.items() if with_papers or name != "arXiv"}
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for name in shown:
+        words = name in ("mechanism", "arXiv", "Pre-\nNorm")
+        table.add_column(name, justify="left" if words else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell(row) for cell in shown.values()))
+    return table

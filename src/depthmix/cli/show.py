@@ -114,13 +114,24 @@ def marked_lines(cls: type[DepthMixer] | type[KVMixer]) -> dict[str, list[str]]:
         source, start = inspect.getsourcelines(owner)
         file = Path(inspect.getsourcefile(owner) or "").name
         marked: dict[str, list[str]] = {}
+        counting = lines_of(vars(owner).get("facts"))  # FLOPs name the equations they belong to
         for number, line in enumerate(source, start):
+            if number in counting:
+                continue
             code, hash_, comment = line.partition("  # ")
             if hash_ and comment.lstrip().startswith("("):
                 for mark in TAG.findall(comment):
                     marked.setdefault(mark, []).append(f"{file}:{number}  {code.strip()}")
         lines = {**marked, **lines}  # a subclass says its own equations anew
     return lines
+
+
+def lines_of(method: Any) -> range:
+    """Line numbers of a method in its file; none if there is no method."""
+    if method is None:
+        return range(0)
+    source, start = inspect.getsourcelines(getattr(method, "__func__", method))
+    return range(start, start + len(source))
 
 
 def option_table(cls: type[DepthMixer] | type[KVMixer]) -> list[dict[str, str]]:

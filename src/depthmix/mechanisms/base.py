@@ -218,5 +218,18 @@ class KVMixer(nn.Module):
                 f"attention {self.site.index} got a state of {len(kv)} tensors; expected {want}. Run the attention "
                 "layers in order, and pass the state that each returns to the next"
             )
+        self.check_heads(q, k, v)
         mixed = self.combine(v, kv, self.coeff(q, k, kv))
         return mixed, self.update(k, v, mixed, kv)
+
+    def check_heads(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Raise an error unless q, k and v are split into heads of the stack's width."""
+        fits = min(q.dim(), k.dim(), v.dim()) >= 3 and q.shape[-1] == k.shape[-1] == self.site.dim
+        if not (
+            fits and q.shape[-2] == k.shape[-2] and v.shape[:-1] == k.shape[:-1] and q.shape[-3] % k.shape[-3] == 0
+        ):
+            shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
+            raise ValueError(
+                f"attention {self.site.index} got {shapes}; expected [..., heads, tokens, head_dim] with "
+                f"head_dim={self.site.dim}, where the heads of k and v divide those of q"
+            )

@@ -28,6 +28,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def wide(x: Tensor) -> Tensor:
+    """`x` in float32, or in float64 if it is that already: coefficients are computed in no less."""
     return x.to(accumulator(x.dtype))
 
 

@@ -177,9 +177,11 @@ def format_of(content: Mapping[str, Any], where: object) -> int:
 
 
 def toml_lines(table: Mapping[str, Any], above: tuple[str, ...]) -> Iterator[str]:
-    """The lines of a TOML table. TOML has no null: fields that are None, which is their default, are left out."""
+    """The lines of a TOML table. TOML has no null: fields that are None, which is their default, are comments."""
     for name, value in table.items():
-        if value is not None and not isinstance(value, Mapping):
+        if value is None:
+            yield f"# {name} = none"
+        elif not isinstance(value, Mapping):
             yield f"{name} = {toml_value(value)}"
     for name, value in table.items():
         if isinstance(value, Mapping):

@@ -87,7 +87,10 @@ def claim_folder(config: TrainConfig, resume: bool) -> Iterator[None]:
 def check_same(old: TrainConfig, new: TrainConfig, problem: str) -> None:
     if lines := difference(old, new):
         message = "\n  ".join([f"{problem}:", *lines])
-        raise ValueError(f"{message}\nChoose another folder, or use the earlier configuration")
+        raise ValueError(
+            f"{message}\nChoose another folder, use the earlier configuration, or train from step 0 with --restart "
+            "(resume=False in Python)"
+        )
 
 
 def remove_run(folder: Path) -> None:
