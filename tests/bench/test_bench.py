@@ -204,7 +204,7 @@ def test_every_timed_part_is_repeated_in_every_process_and_compiled_only_where_a
     ]
     assert labels(parts=("step", "decode"), compiled=True) == ["step", "compiled step", "decode", "compiled decode"]
     assert labels(parts=("memory",)) == []
-    with pytest.raises(ValueError, match="expected others than residual"):
+    with pytest.raises(ValueError, match="expected names other than residual"):
         Settings(mixers=("residual",))
     with pytest.raises(ValueError, match="processes=0; expected 1 to 100"):
         Settings(mixers=("mhc",), processes=0)

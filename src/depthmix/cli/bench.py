@@ -48,7 +48,7 @@ class Measurement:
     mixers: Annotated[
         tuple[str, ...],
         flag("Mechanisms to measure.", "NAME ...",
-             default="all; block_attnres and attnres with --quick and where each takes minutes"),
+             default="all; only block_attnres and attnres with --quick or where each takes minutes"),
     ] = ()  # fmt: skip
     quick: Annotated[bool, switch("Small sizes and few rounds: shows that it runs, not how fast it is.")] = False
     compiled: Annotated[bool, switch("Also measure steps under torch.compile, one network at a time.")] = False

@@ -71,7 +71,7 @@ def run(
 
 def score_file(model: Decoder, file: Path, tokenizer: BatchTokenizer, row: int, rows: int) -> Score:
     if not file.is_file():
-        raise FileNotFoundError(f"no file {file}; expected a text")
+        raise FileNotFoundError(f"{file} is not a file; expected a text file")
     content = file.read_bytes()
     ids = torch.as_tensor(tokenizer.encode_batch([content])[0].astype("int64"))
     if len(ids) < 2:
