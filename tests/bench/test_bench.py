@@ -427,7 +427,7 @@ def test_no_figure_while_a_mechanism_is_red(
     monkeypatch.setattr(bench, "verify", red)
     assert main(["bench", "--quick", "--mixers", "mhc"]) == 2
     captured = capsys.readouterr()
-    assert "mhc fails checks, so it is not measured: h is the sum of M v, every row" in captured.err
+    assert "mhc fails checks, so it is not measured: h equals the sum of M v in every row" in captured.err
     assert "`depthmix verify mhc`" in captured.err
     assert captured.out == ""
 
