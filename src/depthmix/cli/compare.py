@@ -68,7 +68,7 @@ def run(*, arms: Arms = Arms(), data: Data = Data(), training: Training = Traini
     comparison.json and figures.
 
     Complete runs in the folder are used again and interrupted runs resume: after any interruption, start the same
-    command again. Exit code 1 if a run failed; the others are compared all the same.
+    command again. Exit code 1 if a run failed; the others are still compared.
     """
     with_figures = can_draw()  # said before the first hour and not after it
     sizes = (

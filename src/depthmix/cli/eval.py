@@ -35,7 +35,7 @@ def run(
         int | None, flag("Longest context, in tokens.", "TOKENS", default="as in training")
     ] = None,
     rows: Annotated[int | None, flag("Sequences per batch.", "N", default="as in training")] = None,
-    device: Annotated[str, flag("Such as cpu or cuda.", "DEVICE")] = "cpu",
+    device: Annotated[str, flag("Device to run on, such as cpu or cuda.", "DEVICE")] = "cpu",
     export: Annotated[
         Path | None, flag("Also write the model into this folder, as safetensors.", "FOLDER", default="")
     ] = None,
@@ -43,7 +43,7 @@ def run(
 ) -> int:
     """Evaluate a run: loss, perplexity and bits per byte of its model.
 
-    Of an unfinished run, the model of the newest checkpoint is evaluated.
+    For an unfinished run, the model of the newest checkpoint is evaluated.
     """
     data = read_config(folder).data
     model, digest, _ = open_run_folder(folder, device)

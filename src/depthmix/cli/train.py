@@ -110,7 +110,7 @@ class Training:
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     device: Annotated[
-        str | None, flag("Such as cpu, cuda or cuda:1; the same as --set run.device.", "DEVICE", default="cpu")
+        str | None, flag("Device, such as cpu, cuda or cuda:1; the same as --set run.device.", "DEVICE", default="cpu")
     ] = None
     precision: Annotated[
         Literal["float32", "bfloat16"] | None,
