@@ -9,23 +9,23 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo         train residual, block_attnres and depth_attention side by side (about 4 minutes); a page under out/"
-	@echo "make matrices     heat maps of M for every mechanism, under out/; renews docs/images/mixing_matrices.png"
+	@echo "make demo         train residual, block_attnres and depth_attention side by side (about 4 minutes); writes a page under out/"
+	@echo "make matrices     draw M of every mechanism under out/; updates docs/images/mixing_matrices.png"
 	@echo "make study        compare six mechanisms with Muon and four with AdamW (about an hour and a half); writes docs/results/first_study*"
 	@echo "make test         linters, types and all tests (a few minutes on two cores)"
 	@echo "make test-full    the same with every combination of mechanism, KV site and form of the decoder, and 10,000 random command lines"
 	@echo "make conformance  compare with public implementations from PyPI"
-	@echo "make bench        measure speed and memory beside other implementations; writes docs/results/speed.md (over an hour)"
+	@echo "make bench        measure speed and memory, also of other implementations; writes docs/results/speed.md (over an hour)"
 	@echo "make docs         build the documentation into site/"
-	@echo "make package      build wheel and sdist into dist/, and try each in an empty environment (a few minutes)"
-	@echo "make house        draw which floor imports from which, from the source, into docs/house.md"
+	@echo "make package      build wheel and sdist into dist/, and test each in an empty environment (a few minutes)"
+	@echo "make house        draw from the source which floor imports from which, into docs/house.md"
 	@echo "make clean        remove everything that was built"
 
 $(VENV)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "depthmix needs Python 3.10 or newer; $(PYTHON) is $$($(PYTHON) -V). Set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
-	  echo "Python cannot make a virtual environment here; on Debian: apt-get install python3-venv"; exit 1; }
+	  echo "Python cannot create a virtual environment here; on Debian: apt-get install python3-venv"; exit 1; }
 	touch $@
 
 $(VENV)/dev: pyproject.toml constraints.txt | $(VENV)/pip

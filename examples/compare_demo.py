@@ -4,7 +4,7 @@
 
 Trains the plain residual, block_attnres and depth_attention, prints the table and where the page is, and then how
 the model of each arm continues a prompt. Each arm has the learning rate that was best for it in a sweep
-(docs/results/demo_rates.md). One seed of small models at few steps: this shows that it works, not which is better.
+(docs/results/demo_rates.md). One seed of small models at few steps shows that it works, not which arm is better.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import depthmix as dm
 from depthmix.data import load_tokenizer
 
-RATES = {"residual": 1e-2, "block_attnres": 5e-3, "depth_attention": 2e-2}  # of docs/results/demo_rates.md
+RATES = {"residual": 1e-2, "block_attnres": 5e-3, "depth_attention": 2e-2}  # from docs/results/demo_rates.md
 SIZE = ("--depth", "12", "--dim", "96", "--tokens", "6e5", "--tokenizer", "bpe:1024", "--set", "data.rows=4")
 PROMPT = "def __init__(self, "
 

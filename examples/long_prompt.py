@@ -2,8 +2,8 @@
 
     python examples/long_prompt.py --tokens 16384 --memory 128MB
 
-For each mechanism, in a process of its own for each line: the size of a chunk, the most bytes of tensors that were
-alive at once and the peak of the resident memory (Linux), both beyond weights and cache, and the processor time.
+Each line is measured in a process of its own: the size of a chunk, the most bytes of tensors that were alive at once
+and the peak of the resident memory (Linux), both beyond weights and cache, and the processor time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def measure(mixer: str, tokens: int, memory: str) -> str:
     model(prompt[:, :64])  # loads libraries and kernels
     chunk = tokens if memory == "none" else prefill_chunk(model, tokens, memory)
     if CLEAR.exists():
-        CLEAR.write_text("5")  # the high-water mark begins anew
+        CLEAR.write_text("5")  # resets the high-water mark
     before, begun = status("VmRSS") if CLEAR.exists() else 0, time.process_time()
     with LiveBytes() as live:
         prefill(model, prompt, None, cache, chunk)

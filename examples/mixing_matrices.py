@@ -2,8 +2,8 @@
 
     python examples/mixing_matrices.py [FOLDER]
 
-For each mechanism: build a network around it, move its parameters off their start, run it once on random input, save
-the trace, and draw M from the saved trace. all.png shows them side by side, by family and in one scale of colours.
+For each mechanism: build a network around it, move its parameters away from their start, run it once on random input,
+save the trace, and draw M from the saved trace. all.png shows them side by side, by family and on one colour scale.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ FAMILIES = [  # each with its column and row of the page
     ("Values inside attention", 0, 2, ["depth_attention", "value_residual"]),
 ]
 OPTIONS = {"block_attnres": {"block_sublayers": 4}, "linear_attention": {"rank": 2}, "depth_attention": {"stride": 4}}
-SPREAD = {  # of the noise on the parameters, else 0.4; less where rows would explode, more where they would be uniform
+SPREAD = {  # noise on the parameters, 0.4 by default; less where rows would explode, more where they would be uniform
     **{"hyper_connections": 0.09, "linear_attention": 0.12, "denseformer": 0.15, "mhc": 0.2, "mhc_lite": 0.3},
     **{"ddl": 0.2, "attnres": 0.8, "block_attnres": 0.6, "delta_attnres": 0.6},
 }
-LIMIT = 2.0  # of the common scale; the residual's weight of 1 lies halfway
+LIMIT = 2.0  # end of the common scale; the residual's weight of 1 is halfway
 NOTE = f"""\
 Row: a reader, sublayer 1 to {DEPTH} and then the head.
 Column: a source, the embedding (0) and then the output
@@ -54,7 +54,7 @@ def trace_depth(name: str) -> dm.Trace:
 
 
 def trace_values(name: str) -> dm.Trace:
-    """Of a decoder with as many attention layers as M of the others has rows."""
+    """The trace of a decoder with as many attention layers as M of the others has rows."""
     mixer = {"name": name, **OPTIONS.get(name, {})}
     model = dm.Decoder(
         dm.DecoderConfig(vocab_size=64, dim=DIM, layers=DEPTH + 1, heads=1, hidden=DIM, kv_mixer=mixer)

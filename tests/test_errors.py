@@ -777,7 +777,7 @@ def test_the_rank_of_what_is_not_lower_triangular_is_refused(measure: Any, size:
 @RANKS
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.complex64])
 def test_the_rank_of_what_is_not_floating_is_refused(measure: Any, dtype: torch.dtype) -> None:
-    with pytest.raises(TypeError, match=says(f"M has dtype {dtype}", "expected a floating dtype", ".double()")):
+    with pytest.raises(TypeError, match=says(f"M has dtype {dtype}", "expected a floating-point dtype", ".double()")):
         measure(torch.ones(4, 4, dtype=dtype).tril())
 
 
@@ -799,7 +799,7 @@ def test_a_tolerance_that_is_no_share_is_refused(tol: float) -> None:
 
 
 def test_sinks_of_integers_are_refused() -> None:
-    with pytest.raises(TypeError, match=says("M has dtype torch.int64", "expected a floating dtype")):
+    with pytest.raises(TypeError, match=says("M has dtype torch.int64", "expected a floating-point dtype")):
         dm.sinks(torch.ones(4, 4, dtype=torch.long).tril())
 
 

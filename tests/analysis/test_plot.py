@@ -141,9 +141,9 @@ def test_what_is_no_trace_is_refused(function: str) -> None:
 
 
 def test_what_are_no_axes_is_refused() -> None:
-    with pytest.raises(TypeError, match="ax is a ndarray; expected Axes of matplotlib"):
+    with pytest.raises(TypeError, match="ax is a ndarray; expected matplotlib Axes"):
         dm.plot.mixing_matrix(traced("residual"), pyplot.subplots(1, 2)[1])
-    with pytest.raises(TypeError, match="ax is a Figure; expected Axes of matplotlib"):
+    with pytest.raises(TypeError, match="ax is a Figure; expected matplotlib Axes"):
         dm.plot.mixing_matrix(traced("residual"), pyplot.figure())
 
 

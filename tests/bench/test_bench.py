@@ -204,7 +204,7 @@ def test_every_timed_part_is_repeated_in_every_process_and_compiled_only_where_a
     ]
     assert labels(parts=("step", "decode"), compiled=True) == ["step", "compiled step", "decode", "compiled decode"]
     assert labels(parts=("memory",)) == []
-    with pytest.raises(ValueError, match="expected others than residual"):
+    with pytest.raises(ValueError, match="expected names other than residual"):
         Settings(mixers=("residual",))
     with pytest.raises(ValueError, match="processes=0; expected 1 to 100"):
         Settings(mixers=("mhc",), processes=0)
@@ -427,7 +427,7 @@ def test_no_figure_while_a_mechanism_is_red(
     monkeypatch.setattr(bench, "verify", red)
     assert main(["bench", "--quick", "--mixers", "mhc"]) == 2
     captured = capsys.readouterr()
-    assert "mhc fails checks, so it is not measured: h is the sum of M v, every row" in captured.err
+    assert "mhc fails checks, so it is not measured: h equals the sum of M v in every row" in captured.err
     assert "`depthmix verify mhc`" in captured.err
     assert captured.out == ""
 

@@ -45,7 +45,7 @@ def test_a_dial_is_the_same_as_its_key(flag: str, value: str, key: str, capsys: 
     assert by_flag != printed(capsys, "--depth", "4")
     assert main(["train", flag, value, "--set", f"{key}={value}"]) == 2
     message = capsys.readouterr().err
-    assert f"{flag} {value} beside --set {key}=…; expected one of them: they set the same field" in message
+    assert f"{flag} {value} and --set {key}=…; expected only one of them: they set the same field" in message
 
 
 def test_compile_is_a_switch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +69,7 @@ def test_training_says_before_it_starts_how_much_and_how_long(
     tokens, per_step, corpus = (int(found[k].replace(",", "")) for k in (1, 2, 4))
     assert (tokens, per_step) == (4 * config.tokens_per_step, config.tokens_per_step)
     assert float(found[3]) == pytest.approx(tokens / corpus, rel=1e-2)
-    assert re.fullmatch(r"roughly \d+ s by the speed of matrix products here", duration)
+    assert re.fullmatch(r"estimated time: \d+ s, from the speed of matrix products on this machine", duration)
     assert "step 1/4, loss " in first
 
 
@@ -97,7 +97,7 @@ def test_a_run_of_days_must_be_meant(
 
 
 def test_an_estimate_is_of_the_size_of_the_truth(tmp_path: Path) -> None:
-    """Within a factor of ten on any machine and under any load; the text says "roughly"."""
+    """Within a factor of ten on any machine and under any load; the text says "estimated"."""
     config = tiny_run(tmp_path / "run", "residual", depth=4, model__dim=64, run__steps=6)
     seconds = estimate_seconds(config)
     assert seconds(6) == pytest.approx(3 * seconds(2))
@@ -114,7 +114,7 @@ def test_to_begin_anew_trains_the_model_that_the_folder_holds(
     assert main(["train", "--folder", str(tmp_path / "run"), "--restart", "--set", "run.seed=1"]) == 0
     assert read_config(tmp_path / "run") == override(config, "run.seed", 1)
     assert weights(tmp_path / "run") != before
-    assert "complete already" not in capsys.readouterr().err
+    assert "already complete" not in capsys.readouterr().err
 
 
 def test_a_mechanism_beside_a_file_is_the_whole_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

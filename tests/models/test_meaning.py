@@ -221,7 +221,7 @@ def test_a_finished_run_of_0_1_0_is_read(runs: Path, capsys: pytest.CaptureFixtu
     before = {path: path.read_bytes() for path in (runs / "finished").rglob("*") if path.is_file()}
     with other_defaults():
         assert main(["train", "--folder", "finished"]) == 0
-        assert "complete already" in capsys.readouterr().err
+        assert "already complete" in capsys.readouterr().err
         assert main(["eval", "finished", "--json"]) == 0
         loss = json.loads(capsys.readouterr().out)["loss"]
         assert loss == pytest.approx(lines(runs / "finished", "validation")[-1]["loss"], rel=0.05)

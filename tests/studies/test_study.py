@@ -67,7 +67,7 @@ def test_an_option_varies_the_arms_that_have_it() -> None:
 
 def test_what_follows_from_the_tokens_is_not_varied() -> None:
     for key in ("run.steps", "run.validate_every", "run.keep"):
-        with pytest.raises(ValueError, match=f"{key} is not varied between arms; expected it in --set"):
+        with pytest.raises(ValueError, match=f"{key} cannot be varied between arms; expected it in --set"):
             make_arms(grid("residual", sweeps={key: ["1", "2"]}))
 
 
@@ -116,7 +116,10 @@ def test_a_baseline_with_dear_reads_gets_fewer_tokens_for_the_same_compute() -> 
 def test_a_length_or_a_size_that_is_none_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     for given, words in (
         (["compare", "--depth", "2", "--tokens", "-5"], "-5 tokens for a run; expected a number above 0"),
-        (["compare", "--depth", "2", "--tokens", "5", "--set", "run.steps=5"], "tokens=5 beside run.steps=5"),
+        (
+            ["compare", "--depth", "2", "--tokens", "5", "--set", "run.steps=5"],
+            "tokens=5 and run.steps=5; expected only one of them",
+        ),
         (["compare", "--shapes", "2x16,2x16"], "sizes 2x16, 2x16; expected each size once"),
         (["scaling", "--sizes", "2", "4", "--set", "run.steps=5"], "run.steps is the same for every size"),
         (["scaling", "--sizes", "2"], "sizes 2; expected at least two"),
@@ -247,7 +250,7 @@ def test_the_residual_against_itself_is_no_difference(text: Path, capfd: pytest.
     given = [*arguments(text, "residual", "residual"), "--json", "--publish", "docs/first"]
     assert main(given) == 0
     again = capfd.readouterr()
-    assert again.err.count("complete already") == 4
+    assert again.err.count("already complete") == 4
     assert json.loads(again.out)["rows"] == found["rows"]
     check_published(Path("docs/first"), Path("study"))
 

@@ -307,7 +307,7 @@ def test_a_full_disk_stops_the_run_with_a_message_and_room_lets_it_go_on(small_d
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=CHILD)
     assert done.returncode == 0, done.stderr
-    assert f"resumes after step {there[-1].name[-2:].lstrip('0')}" in done.stderr
+    assert f"resuming after step {there[-1].name[-2:].lstrip('0')}" in done.stderr
     assert weights(small_disk / "run") == expected
 
 
@@ -331,5 +331,5 @@ def test_ctrl_c_makes_a_checkpoint_and_says_how_to_go_on(alone: Path, tmp_path: 
     command = [sys.executable, "-m", "depthmix", "train", "--folder", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=CHILD)
     assert done.returncode == 0, done.stderr
-    assert "resumes after step" in done.stderr
+    assert "resuming after step" in done.stderr
     same_as(alone, tmp_path / "run")

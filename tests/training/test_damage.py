@@ -44,7 +44,7 @@ def test_a_changed_byte_in_the_weights_of_a_complete_run_is_noticed_by_every_com
     for command in (["train", "--folder", str(run)], ["eval", str(run)], ["generate", str(run), "--prompt", "a"]):
         assert main(command) == 2, command
         out, err = capsys.readouterr()
-        assert "complete already" not in out + err
+        assert "already complete" not in out + err
         assert f"{path} is damaged or from another save: its SHA-256 is not the one in config.json" in err
 
 

@@ -105,11 +105,14 @@ def test_a_preset_takes_what_the_dial_takes(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--preset", "attnres-194m", "--depth", "24"], "depth=24 beside preset=attnres-194m; expected one of them"),
+        (["--preset", "attnres-194m", "--depth", "24"], "depth=24 and preset=attnres-194m; expected only one of them"),
         (["--preset", "attnres-194m", "--dim", "64"], "or --preset attnres for other sizes"),
-        (["--preset", "attnres-194m", "--config", "x.toml"], "preset=attnres-194m beside config=x.toml; expected one"),
-        (["--preset", "attnres", "--config", "x.toml"], "preset=attnres beside config=x.toml; expected one"),
-        (["--depth", "24", "--config", "x.toml"], "depth=24 beside config=x.toml; expected one of them"),
+        (
+            ["--preset", "attnres-194m", "--config", "x.toml"],
+            "preset=attnres-194m and config=x.toml; expected only one",
+        ),
+        (["--preset", "attnres", "--config", "x.toml"], "preset=attnres and config=x.toml; expected only one"),
+        (["--depth", "24", "--config", "x.toml"], "depth=24 and config=x.toml; expected only one of them"),
         (["--preset", "atnres-194m"], "no recipe for preset 'atnres-194m'. Did you mean 'attnres-194m'?"),
         (["--preset", "attnres", "--depth", "7"], "depth=7; expected an even number"),
         (["--preset", "attnres-194m", "--mixer", "blok_attnres"], "Did you mean 'block_attnres'"),

@@ -177,8 +177,8 @@ def new_axes(ax: Axes | None) -> Axes:
         return pyplot.subplots(layout="constrained")[1]
     if not isinstance(ax, Axes):
         raise TypeError(
-            f"ax is a {type(ax).__name__}; expected Axes of matplotlib, as plt.subplots() returns them "
-            "(one of them where it returns an array)"
+            f"ax is a {type(ax).__name__}; expected matplotlib Axes, such as plt.subplots() returns "
+            "(one element if it returns an array)"
         )
     return ax
 

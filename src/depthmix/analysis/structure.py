@@ -54,7 +54,7 @@ def block_spectra(M: Tensor) -> Iterator[Tensor]:
 
 def check_floating(M: Tensor) -> None:
     if not M.is_floating_point():
-        raise TypeError(f"M has dtype {M.dtype}; expected a floating dtype: convert it with .double()")
+        raise TypeError(f"M has dtype {M.dtype}; expected a floating-point dtype: convert it with .double()")
 
 
 def row_sums(M: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class Report:
         """
         first = reports[0]
         if quick := {report.quick for report in reports} - {first.quick}:
-            raise ValueError(f"quick={quick} beside quick={first.quick}; expected only full sizes, or only quick ones")
+            raise ValueError(f"quick={quick} and quick={first.quick}; expected only full sizes, or only quick ones")
         rows = {(row.part, row.what, row.at): row for report in reversed(reports) for row in report.rows}
         order = dict.fromkeys((row.part, row.what, row.at) for report in reports for row in report.rows)
         return replace(

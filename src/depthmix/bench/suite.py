@@ -84,7 +84,7 @@ class Settings:
         for name, most in (("rounds", 10_000), ("processes", 100)):
             check_range(name, getattr(self, name), 1, most)
         if BASELINE in self.mixers:
-            raise ValueError(f"mixers={self.mixers}; expected others than {BASELINE}, which always takes part")
+            raise ValueError(f"mixers={self.mixers}; expected names other than {BASELINE}, which is always measured")
 
     @property
     def sizes(self) -> Sizes:

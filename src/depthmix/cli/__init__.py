@@ -84,7 +84,7 @@ def overview() -> str:
             *(f"{INDENT}{verb:{width}}{meaning}" for verb, meaning in VERBS.items()),
             "",
             f"{INDENT}{'--version':{width}}print the version",
-            f"{INDENT}{'--help':{width}}print this help, or after a verb that verb's options and examples",
+            f"{INDENT}{'--help':{width}}print this help; after a verb, its options and examples",
         ]
     )
 

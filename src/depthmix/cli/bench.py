@@ -48,7 +48,7 @@ class Measurement:
     mixers: Annotated[
         tuple[str, ...],
         flag("Mechanisms to measure.", "NAME ...",
-             default="all; block_attnres and attnres with --quick and where each takes minutes"),
+             default="all; only block_attnres and attnres with --quick or where each takes minutes"),
     ] = ()  # fmt: skip
     quick: Annotated[bool, switch("Small sizes and few rounds: shows that it runs, not how fast it is.")] = False
     compiled: Annotated[bool, switch("Also measure steps under torch.compile, one network at a time.")] = False
@@ -56,9 +56,7 @@ class Measurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Repetition:
-    rounds: Annotated[int, flag("Paired rounds in each process; growth with depth and width takes at most 7.", "N")] = (
-        15
-    )
+    rounds: Annotated[int, flag("Paired rounds in each process; growth with depth and width uses at most 7.", "N")] = 15
     processes: Annotated[
         int | None, flag("Child processes for each timed part, one after the other.", "N", default="3, with --quick 1")
     ] = None
@@ -88,7 +86,7 @@ def run(
 ) -> int:
     """Measure the speed and memory of depth mixing against the plain residual.
 
-    Parts: read (one read, forward and with its backward pass, beside other implementations that are installed), mixing
+    Parts: read (one read, forward and with its backward pass, also of other installed implementations), mixing
     (the time of the mechanism itself in a training step), step (whole training steps), decode (one new token for each
     of 8 sequences), values (KV mechanisms in a training step), loop (`depthmix train` against the bare step), memory
     (what the backward pass keeps, and the peak), growth (more sources, depth and width). docs/cli.md describes each.

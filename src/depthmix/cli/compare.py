@@ -68,7 +68,7 @@ def run(*, arms: Arms = Arms(), data: Data = Data(), training: Training = Traini
     comparison.json and figures.
 
     Complete runs in the folder are used again and interrupted runs resume: after any interruption, start the same
-    command again. Exit code 1 if a run failed; the others are compared all the same.
+    command again. Exit code 1 if a run failed; the others are still compared.
     """
     with_figures = can_draw()  # said before the first hour and not after it
     sizes = (
@@ -77,11 +77,11 @@ def run(*, arms: Arms = Arms(), data: Data = Data(), training: Training = Traini
     check_target(output.publish, output.folder)
     if training.lrs and training.lr_of:
         tried, fixed = list(training.lrs), list(training.lr_of)
-        raise ValueError(f"lrs={tried} beside lr_of={fixed}; expected rates to try, or a rate for each arm")
+        raise ValueError(f"lrs={tried} and lr_of={fixed}; expected only one: rates to try, or a rate for each arm")
     grid = make_grid(arms.mixers, sizes, data, training, rates=training.lr_of)
     tokens = training.tokens
     if tokens is not None and "run.steps" in grid.settings:
-        raise ValueError(f"tokens={tokens:g} beside run.steps={grid.settings['run.steps']}; expected one of them")
+        raise ValueError(f"tokens={tokens:g} and run.steps={grid.settings['run.steps']}; expected only one of them")
     with resumable():
         study = run_arms(make_arms(grid, equal_compute(tokens)), training, output)
     comparison, provenance = compare_study(study), describe_study(study, seeds=training.seeds)

@@ -35,7 +35,7 @@ def run(
         int | None, flag("Longest context, in tokens.", "TOKENS", default="as in training")
     ] = None,
     rows: Annotated[int | None, flag("Sequences per batch.", "N", default="as in training")] = None,
-    device: Annotated[str, flag("Such as cpu or cuda.", "DEVICE")] = "cpu",
+    device: Annotated[str, flag("Device to run on, such as cpu or cuda.", "DEVICE")] = "cpu",
     export: Annotated[
         Path | None, flag("Also write the model into this folder, as safetensors.", "FOLDER", default="")
     ] = None,
@@ -43,10 +43,10 @@ def run(
 ) -> int:
     """Evaluate a run: loss, perplexity and bits per byte of its model.
 
-    Of an unfinished run, the model of the newest checkpoint is evaluated.
+    For an unfinished run, the model of the newest checkpoint is evaluated.
     """
     if file is not None and not file.is_file():
-        raise FileNotFoundError(f"no file {file}; expected a text")
+        raise FileNotFoundError(f"{file} is not a file; expected a text file")
     data = read_config(folder).data
     model, digest, _ = open_run_folder(folder, device)
     row = data.tokens_per_row if tokens_per_row is None else tokens_per_row

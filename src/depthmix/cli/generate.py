@@ -32,7 +32,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    temperature: Annotated[float, flag("0 always takes the most likely token.", "T")] = 0.0
+    temperature: Annotated[float, flag("Sampling temperature; 0 always takes the most likely token.", "T")] = 0.0
     top_k: Annotated[int | None, flag("Sample from the K most likely tokens.", "K", default="all")] = None
     top_p: Annotated[
         float | None,
@@ -50,7 +50,7 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    device: Annotated[str, flag("Such as cpu or cuda.", "DEVICE")] = "cpu"
+    device: Annotated[str, flag("Device to run on, such as cpu or cuda.", "DEVICE")] = "cpu"
     dtype: Annotated[
         Literal["float64", "float32", "bfloat16", "float16"] | None,
         flag("Data type of the parameters.", default="as saved"),
@@ -66,7 +66,7 @@ class Machine:
     ] = None
     prefill_memory: Annotated[
         str,
-        flag("Limit of the memory for reading the prompt, beyond weights and cache, such as 256MB; none for no limit.",
+        flag("Memory limit for reading the prompt, beyond weights and cache, such as 256MB; none for no limit.",
              "BYTES"),
     ] = PREFILL_MEMORY  # fmt: skip
     functions: Annotated[
@@ -97,7 +97,7 @@ def run(
 ) -> int:
     """Continue a prompt with a trained model.
 
-    The text goes to stdout, its speed to stderr. Of an unfinished run, the model of the newest checkpoint is used.
+    The text goes to stdout, its speed to stderr. For an unfinished run, the model of the newest checkpoint is used.
     """
     kind = None if machine.dtype is None else getattr(torch, machine.dtype)
     model, tokenizer = open_folder(directory, machine.device, kind, machine.functions)

@@ -57,7 +57,7 @@ class Training(Runs):
 class Fit:
     irreducible: Annotated[
         bool,
-        switch("Also fit a loss that no compute removes; use at least four sizes for an interval."),
+        switch("Also fit an irreducible loss, which no compute removes; use at least four sizes for an interval."),
     ] = False
     beside: Annotated[
         str | None,

@@ -110,7 +110,7 @@ class Training:
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     device: Annotated[
-        str | None, flag("Such as cpu, cuda or cuda:1; the same as --set run.device.", "DEVICE", default="cpu")
+        str | None, flag("Device, such as cpu, cuda or cuda:1; the same as --set run.device.", "DEVICE", default="cpu")
     ] = None
     precision: Annotated[
         Literal["float32", "bfloat16"] | None,
@@ -126,9 +126,7 @@ class Run:
         flag("Folder of the run. If it contains an unfinished run, training resumes.", "FOLDER",
              default="runs/MIXER-DEPTH"),
     ] = None  # fmt: skip
-    restart: Annotated[bool, switch("Train from step 0, and remove what the folder contains of an earlier run.")] = (
-        False
-    )
+    restart: Annotated[bool, switch("Remove the earlier run in the folder, and train from step 0.")] = False
     yes: Annotated[bool, switch("Start even if the run will take more than a day on this machine.")] = False
     print_config: Annotated[
         bool, switch("Print the resolved configuration as TOML and exit: every field that --set takes, with its value.")
@@ -198,7 +196,7 @@ def given_fields(data: TrainingData, training: Training, machine: Machine) -> li
     keys = {key for key, _ in pairs}
     for name, (key, value) in flags.items():
         if value is not None and key in keys:
-            raise ValueError(f"--{name} {value} beside --set {key}=…; expected one of them: they set the same field")
+            raise ValueError(f"--{name} {value} and --set {key}=…; expected only one of them: they set the same field")
     return [*pairs, *((key, value) for key, value in flags.values() if value is not None)]
 
 
@@ -231,10 +229,10 @@ def train_until_stopped(chosen: TrainConfig, restart: bool, progress: TrainingPr
     except Interrupted as error:
         reason, code = f"{error}. {resume}", 130
     except KeyboardInterrupt:  # before the first step, or a second time
-        reason, code = f"stopped at once, what was not in a checkpoint is lost. {resume}", 130
+        reason, code = f"stopped immediately; progress since the last checkpoint is lost. {resume}", 130
     else:
         if progress.display is None and main_process():
-            say(f"depthmix: {chosen.run.folder} was complete already; --restart trains it again from step 0")
+            say(f"depthmix: {chosen.run.folder} is already complete; --restart trains it again from step 0")
         return result
     finally:
         progress.end()
@@ -286,12 +284,12 @@ def resolve_config(
 def check_one_start(file: Path | None, preset: str | None, depth: int | None, dim: int | None) -> None:
     """A file, a preset and the dial exclude each other; the rule of a table takes the dial's sizes."""
     if file is not None and preset is not None:
-        raise ValueError(f"preset={preset} beside config={file}; expected one of them")
+        raise ValueError(f"preset={preset} and config={file}; expected only one of them")
     start = f"config={file}" if file is not None else f"preset={preset}" if preset not in (None, RULE) else None
     for name, key, given in (("depth", "layers", depth), ("dim", "dim", dim)):
         if start is not None and given is not None:
             other = f", or --preset {RULE} for other sizes" if file is None else ""
-            raise ValueError(f"{name}={given} beside {start}; expected one of them, or set model.{key}{other}")
+            raise ValueError(f"{name}={given} and {start}; expected only one of them, or set model.{key}{other}")
 
 
 def from_file(file: Path, mixer: str | None) -> TrainConfig:
@@ -338,10 +336,9 @@ class TrainingProgress:
             f"training: {tokens:,} tokens in {self.steps:,} steps of {self.config.tokens_per_step:,}, "
             f"{epochs:.3g} epochs of {event['train_tokens']:,} tokens"
         )
-        resumed = f"resumes after step {first:,}; " if first else ""
-        say(
-            f"{resumed}roughly {format_duration(self.seconds(self.steps - first))} by the speed of matrix products here"
-        )
+        resumed = f"resuming after step {first:,}; " if first else ""
+        duration = format_duration(self.seconds(self.steps - first))
+        say(f"{resumed}estimated time: {duration}, from the speed of matrix products on this machine")
         self.display = Progress(self.steps, first=first, every=0)
 
     def show_step(self, display: Progress, event: Mapping[str, Any]) -> None:

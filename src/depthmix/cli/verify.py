@@ -36,7 +36,7 @@ def run(
     dtype: Annotated[
         Literal["float64", "float32", "bfloat16", "float16"], flag("Data type of the stream.")
     ] = "float64",
-    device: Annotated[str, flag("Such as cpu or cuda.", "DEVICE")] = "cpu",
+    device: Annotated[str, flag("Device to run on, such as cpu or cuda.", "DEVICE")] = "cpu",
     dim: Annotated[int, flag("Width: a multiple of 8, so that every option fits, at most 4096.", "D")] = 8,
     depth: Annotated[int, flag("Number of sublayers, 4 to 256.", "L")] = 7,
     checks: Annotated[bool, switch("Print every check instead of one line for each set of options.")] = False,

@@ -203,7 +203,7 @@ def check_keys(grid: Grid) -> None:
         if key in ("run.seed", "run.folder"):
             raise ValueError(f"{key} is set by the study; use --seeds and --folder")
         if key in grid.sweeps and key.removeprefix("run.") in (*TIMES_PER_RUN, *FILES_KEPT, "steps"):
-            raise ValueError(f"{key} is not varied between arms; expected it in --set, the same for all")
+            raise ValueError(f"{key} cannot be varied between arms; expected it in --set, the same for all")
         if key in grid.sweeps and key in grid.settings:
             raise ValueError(f"{key} is both varied and set; expected one of them")
     for mixer in grid.rates:

@@ -134,7 +134,7 @@ class Pool:
             self.begun += 1
             self.results[task.label] = result = find_result(task)
             if result is not None:
-                say(f"{title}: complete already, loss {result.validation_loss:.4f}")
+                say(f"{title}: already complete, loss {result.validation_loss:.4f}")
             else:
                 first = steps_done(task.folder)
                 process = start(task, threads_per_run(self.jobs))

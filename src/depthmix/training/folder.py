@@ -121,7 +121,7 @@ def finished_result(config: TrainConfig) -> Result | None:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}). {RESULT_AGAIN}") from error
     if result.config_digest not in (config.digest, old_digest(folder / CONFIG) if result.format == 1 else None):
-        raise ValueError(f"{path} belongs to another configuration than {CONFIG} in its folder. Choose another folder")
+        raise ValueError(f"{path} and {CONFIG} in its folder belong to different configurations. Choose another folder")
     try:
         check_weights(folder / "final")
     except (ValueError, OSError) as error:

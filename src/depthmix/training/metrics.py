@@ -37,7 +37,7 @@ class MetricsFile:
             self.file.write(json_line(line))
             self.file.flush()
         except OSError as error:
-            reason = f"{os.strerror(error.errno or 0)}; the checkpoints are as they were"
+            reason = f"{os.strerror(error.errno or 0)}; the checkpoints are unchanged"
             raise OSError(error.errno, reason, self.file.name) from error
         self.track(line)
 
