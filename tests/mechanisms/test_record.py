@@ -128,9 +128,7 @@ def test_a_record_without_a_later_option_means_what_was_computed_then(no_warning
     with pytest.raises(ValueError, match="query_from is 'newest' in the state dict and 'read' here"):
         dm.DepthStack("attnres", dim=8, depth=4, query="input", query_from="read").load_state_dict(state)
     other = {**state, KEY: blocks(4, depth=4).state_dict()[KEY]}
-    with pytest.raises(
-        ValueError, match=r"mechanism is 'block_attnres' in the state dict and 'attnres' here\. "
-    ):
+    with pytest.raises(ValueError, match=r"mechanism is 'block_attnres' in the state dict and 'attnres' here\. "):
         dm.DepthStack("attnres", dim=8, depth=4, query="input").load_state_dict(other)
 
 
