@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,7 @@ def test_the_state_dicts_of_segments_merge_to_that_of_the_decoder(form: dict[str
 @pytest.mark.parametrize("mixer", ["hyper_connections", "mhc", "attnres"])
 def test_shared_mixers_start_alike_in_every_segment(mixer: str) -> None:
     """Some starts depend on the site; that of the first execution holds, though it may be in another segment."""
-    config = make_config(loop={"first": 1, "last": 3, "repeats": 3, "share_mixers": True}, mixer=mixer)
+    config = make_config(loop={"first": 1, "last": 2, "repeats": 3, "share_mixers": True}, mixer=mixer)
     model = dm.Decoder(config)
     model.reset_parameters(seed=1)
     whole = model.state_dict()
@@ -368,6 +369,16 @@ def test_a_segment_that_is_used_in_the_wrong_place_is_named() -> None:
         last.sublayers[1]
     with pytest.raises(TypeError, match="Segment got a dict; expected a DecoderConfig"):
         dm.Segment({}, 0, 1)  # type: ignore[arg-type]
+
+
+def test_the_code_blocks_of_the_page_run() -> None:
+    page = Path(__file__).parents[2] / "docs" / "decoder.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    assert "dm.load_segment" in blocks[-1]
+    scope: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, "decoder.md", "exec"), scope)
+    assert f"dm.segment_bounds(config, 3)  # {scope['bounds']}" in blocks[-1]
 
 
 # Where to cut

@@ -27,7 +27,7 @@ class Segment(SublayerLoop):
         (loss,) = third(*state, tokens=tokens)
 
     These are the essential tensors of the stream's state, [B, T, …], then those of the value mixers, [B, K, T, d], and
-    if the decoder has auxiliary losses, their sum so far, a scalar. All are dense and no views, so they can be sent.
+    if the decoder has auxiliary losses, their sum so far, [1]. All are dense and no views, so they can be sent.
 
     A sublayer that is executed in several segments is a part of each of them, and a tied embedding is a part of the
     first and the last. The gradients of such a parameter must be summed over the segments.
@@ -89,7 +89,7 @@ class Segment(SublayerLoop):
         else:
             h = self.norm(self.depth.end(state))
             if tokens is not None:
-                return (mean_loss(self.logits(h), tokens, documents, valid) + total,)
+                return (mean_loss(self.logits(h), tokens, documents, valid) + total[0],)
             passed = (h,)
         return tuple(dense(tensor) for tensor in ((*passed, total) if self.adds_loss else passed))
 
@@ -107,14 +107,14 @@ class Segment(SublayerLoop):
             state, kv = inputs[:essential], inputs[essential : essential + values]
         if self.adds_loss and self.lo:
             return state, kv, inputs[-1]
-        return state, kv, state[0].new_zeros((), dtype=ops.accumulator(state[0].dtype))
+        return state, kv, state[0].new_zeros(1, dtype=ops.accumulator(state[0].dtype))
 
     def shapes(self, index: int, batch: int, tokens: int) -> list[tuple[int, ...]]:
         """The shapes of the tensors that are passed on before execution `index`, which is `lo` or `hi`."""
         spec = self.depth.spec(index)
         stream = [(batch, tokens, *shape) for shape in spec.shapes[: spec.essential]]
         values = [(batch, self.config.num_kv_heads, tokens, *shape) for shape in self.kv_shapes[index]]
-        return [*stream, *values, *([()] if self.adds_loss else [])]
+        return [*stream, *values, *([(1,)] if self.adds_loss else [])]
 
     def logits(self, h: Tensor) -> Tensor:
         if not self.is_last:
