@@ -43,6 +43,13 @@ def test_the_grouped_product_is_a_sound_operator() -> None:
     torch.library.opcheck(torch.ops.depthmix.grouped_outer.default, (y, x, ends))
 
 
+def test_the_grouped_product_has_a_shape_and_gradients_on_the_meta_device() -> None:
+    x, weight, ends = (t.detach().to("meta") for t in grouped())
+    out = ops.grouped_linear(x.requires_grad_(), weight.requires_grad_(), ends)
+    assert (out.is_meta, out.shape) == (True, (len(x), weight.shape[1]))
+    assert [g.shape for g in torch.autograd.grad(out.sum(), (x, weight))] == [x.shape, weight.shape]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

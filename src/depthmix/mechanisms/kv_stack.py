@@ -61,15 +61,17 @@ class KVStack(nn.Module):
         else:
             check_order(self.name, order)
         self.order, self.head_dim = tuple(order), head_dim
+        self.lo, self.hi = 0, len(self.order)
         check_sizes(self.name, head_dim=head_dim, depth=len(self.order))
         self.config = make_config(cls, self.name, options, dim=head_dim, depth=len(self.order))
         with naming_plugin(self.name):
             sites = [Site(i, len(self.order), head_dim, "attn") for i in range(len(self.order))]
-            self.runs = [cls(site, self.config, self.order) for site in sites]
-            shared = share_parameters(self.name, self.runs, self.order) if share else None
-            for key, mixer in zip(shared or map(str, range(len(self))), self.runs, strict=True):
-                if key not in self._modules:
-                    self.add_module(key, mixer)
+            mixers = [cls(site, self.config, self.order) for site in sites]
+            names = share_parameters(self.name, mixers, self.order) if share else [str(site.index) for site in sites]
+            self.runs, self.names = dict(enumerate(mixers)), names
+            for name, mixer in zip(names, mixers, strict=True):
+                if name not in self._modules:
+                    self.add_module(name, mixer)
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -77,29 +79,44 @@ class KVStack(nn.Module):
             mixer.reset_parameters()  # type: ignore[operator]
 
     def __iter__(self) -> Iterator[KVMixer]:
-        return iter(self.runs)
+        return iter(self.runs.values())
 
     def __len__(self) -> int:
-        return len(self.order)
+        return self.hi - self.lo
 
     def __getitem__(self, index: int) -> KVMixer:
-        """The mixer of attention `index`, counted from 0 in the order of execution."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"attention {index}; this stack holds 0 to {len(self) - 1}")
+        """The mixer of attention `index`, counted from 0 in the order of execution of the whole network."""
+        if not self.lo <= index < self.hi:
+            raise IndexError(f"attention {index}; this stack holds {self.lo} to {self.hi - 1}")
         return self.runs[index]
 
     def begin(self) -> State:
         """The state before the first attention."""
-        return self[0].begin()
+        return self[self.lo].begin()
 
     def spec(self, index: int) -> StateSpec:
         """The state's specification before attention `index`; shapes follow the leading axes [..., K, T]."""
-        check_range("index", index, 0, len(self))
-        return self[0].spec(dataclasses.replace(self[0].site, index=index))
+        check_range("index", index, 0, len(self.order))
+        any_mixer = self[self.lo]
+        return any_mixer.spec(dataclasses.replace(any_mixer.site, index=index))
 
     def state_widths(self) -> tuple[float, float]:
         """Size of the largest state per token, at a cut and between reads, in widths of one vector per KV head."""
-        return state_widths([self.spec(index) for index in range(len(self) + 1)], self.head_dim)
+        return state_widths([self.spec(index) for index in range(len(self.order) + 1)], self.head_dim)
+
+    def slice(self, lo: int, hi: int) -> KVStack:
+        """The part for attention lo … hi−1, with the same mixers under the same names."""
+        if not self.lo <= lo < hi <= self.hi:
+            raise ValueError(f"slice({lo}, {hi}); expected {self.lo} <= lo < hi <= {self.hi}")
+        part = KVStack.__new__(KVStack)
+        nn.Module.__init__(part)
+        part.name, part.order, part.head_dim, part.config = self.name, self.order, self.head_dim, self.config
+        part.lo, part.hi, part.names = lo, hi, self.names
+        part.runs = {i: self.runs[i] for i in range(lo, hi)}
+        for i in part.runs:
+            part.add_module(self.names[i], self._modules[self.names[i]])
+        part.training = self.training
+        return part
 
     def facts(self, *, heads: int, kv_heads: int | None = None) -> KVFacts:
         """Cost of the mechanism in attention with these numbers of query heads and key-value heads (None: equal)."""
@@ -108,11 +125,12 @@ class KVStack(nn.Module):
         check_divides("kv_heads", kv_heads, heads, of="the query heads, heads")
         with naming_plugin(self.name):
             sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": self.head_dim}
-            facts = type(self[0]).facts(self.config, order=self.order, **sizes)
+            facts = type(self[self.lo]).facts(self.config, order=self.order, **sizes)
             if not isinstance(facts, KVFacts):
                 raise TypeError(f"facts returned a {type(facts).__name__}; expected a depthmix.KVFacts")
         held = sum(parameter.numel() for parameter in self.parameters())
         return facts if facts.parameters is not None else dataclasses.replace(facts, parameters=held)
 
     def extra_repr(self) -> str:
-        return f"{self.name!r}, head_dim={self.head_dim}, depth={len(self)}"
+        part = "" if len(self) == len(self.order) else f", attention {self.lo} to {self.hi - 1}"
+        return f"{self.name!r}, head_dim={self.head_dim}, depth={len(self.order)}{part}"

@@ -200,6 +200,10 @@ class DepthStack(Recorded):
         part.register_mixers({i: copy.copy(self.runs[i]) for i in range(lo, hi)}, self.names)
         part.out = copy.copy(self.out) if hi == self.depth else None
         part.bind_mixers()
+        if self.shared:  # parameters are initialised as at their first execution, which this slice may not hold
+            part.mixers = nn.ModuleDict({name: copy.copy(self.mixers[name]) for name in part.mixers})
+            for mixer in part.mixers.values():
+                mixer.bind([mixer])  # type: ignore[operator]
         part.training = self.training
         return part
 

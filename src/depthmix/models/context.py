@@ -50,16 +50,27 @@ def locate(
     tokens: Tensor, documents: Tensor | None = None, valid: Tensor | None = None, cache: Cache | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Positions [B, T] and mask [B, 1, T, S] of tokens. See `Decoder.forward` for the arguments."""
-    for name, tensor in (("documents", documents), ("valid", valid)):
-        if tensor is not None and tensor.shape != tokens.shape:
-            got, want = list(tensor.shape), list(tokens.shape)
-            raise ValueError(f"{name} has shape {got}; expected the shape of the tokens, {want}")
     if cache is None:
-        shape, device = tokens.shape, tokens.device
-        return positions_of(shape, device, documents, valid), mask_of(shape, device, documents, valid)
+        return locate_shape(tokens.shape, tokens.device, documents, valid)
+    check_shapes(tokens.shape, documents, valid)
     if documents is not None:
         raise ValueError("both documents and a cache were given; use packed documents only without a cache")
     return cache.place(tokens, valid)
+
+
+def locate_shape(
+    shape: torch.Size, device: torch.device, documents: Tensor | None = None, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The same without a cache, from the shape [B, T] of the tokens: a segment of a decoder has no token ids."""
+    check_shapes(shape, documents, valid)
+    return positions_of(shape, device, documents, valid), mask_of(shape, device, documents, valid)
+
+
+def check_shapes(shape: torch.Size, documents: Tensor | None, valid: Tensor | None) -> None:
+    for name, tensor in (("documents", documents), ("valid", valid)):
+        if tensor is not None and tensor.shape != shape:
+            got, want = list(tensor.shape), list(shape)
+            raise ValueError(f"{name} has shape {got}; expected the shape of the tokens, {want}")
 
 
 def positions_of(

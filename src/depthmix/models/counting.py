@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -40,6 +41,32 @@ def count_multiplied(config: DecoderConfig) -> int:
 def mixing_flops(config: DecoderConfig) -> int:
     """Forward FLOPs per token of the mixers of both kinds, as they state them, or else 2 per parameter."""
     return count(config)[2]
+
+
+def execution_flops(config: DecoderConfig, tokens_per_row: int) -> list[int]:
+    """Forward FLOPs per token of each execution of a sublayer and, last, of the output (norm and head).
+
+    Products are counted as in `depthmix.training.flops_per_token`. Mixers state only their sum: it is spread evenly,
+    that of the depth mixers over executions and output, that of the value mixers over the attention layers.
+    """
+    with torch.device("meta"):
+        model = Decoder(config)
+    attention = 2 * config.heads * config.width * (tokens_per_row + 1)
+    sublayers = [2 * (elements(sublayer.parameters()) - idle_parameters(sublayer)) for sublayer in model.sublayers]
+    flops = [sublayers[2 * layer + second] for layer in model.layer_order for second in (0, 1)]
+    flops += [2 * (elements(model.norm.parameters()) + model.embed.weight.numel())]
+    for i, share in enumerate(spread(model.depth.facts.forward_flops, len(flops))):
+        flops[i] += share
+    values = count_mixing(model) - model.depth.facts.forward_flops
+    for slot, share in enumerate(spread(values, len(model.layer_order))):
+        flops[2 * slot] += attention + share
+    return flops
+
+
+def spread(total: int, count: int) -> list[int]:
+    """`count` whole numbers whose sum is `total`, which differ by at most 1."""
+    ends = [total * i // count for i in range(count + 1)]
+    return [hi - lo for lo, hi in pairwise(ends)]
 
 
 @lru_cache(maxsize=256)

@@ -23,33 +23,22 @@ from depthmix.models.moe import MixtureOfExperts
 from depthmix.models.norm import RMSNorm
 
 
-class Decoder(Recorded):
-    """A language model: tokens [B, T] to logits [B, T, V].
+class SublayerLoop(Recorded):
+    """What a decoder and a segment of it share: the loop over executions of sublayers, and the head."""
 
-    Attributes:
-        sublayers: attention and MLP in turn, each with its PreNorm; looped sublayers are listed once.
-        depth: the mixers, one for each execution of a sublayer and one for the output; with `loop.share_mixers` those
-            of the same sublayer share their parameters.
-        kv_mixers: a `KVStack`, one mixer for each execution of an attention; or an empty list.
-        checkpoint_every: number of sublayers per segment of activation checkpointing; None: no checkpointing. Only the
-            essential tensors of the state pass from one segment to the next.
-    """
+    embed: Any  # an Embedding; None in a segment that does not use it
+    sublayers: Any  # a ModuleList; in a segment a ModuleDict that is indexed by the same numbers
+    depth: DepthStack
+    kv_mixers: KVStack | nn.ModuleList
+    head: nn.Linear | None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         if not isinstance(config, DecoderConfig):
-            raise TypeError(f"Decoder got a {type(config).__name__}; expected a DecoderConfig")
+            raise TypeError(f"{type(self).__name__} got a {type(config).__name__}; expected a DecoderConfig")
         self.config = config
         self.checkpoint_every: int | None = None
         self.layer_order = config.layer_order
-        self.embed = nn.Embedding(config.vocab_size, config.dim)
-        mlp = MLP if config.moe is None else MixtureOfExperts
-        pairs = ((Attention(config), mlp(config)) for _ in range(config.layers))
-        self.sublayers = nn.ModuleList(sublayer for pair in pairs for sublayer in pair)
-        self.depth, self.kv_mixers = make_mixers(config)
-        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.reset_parameters()
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Initialise every parameter, from torch's generator or, with a seed, from one generator per (seed, name)."""
@@ -61,6 +50,71 @@ class Decoder(Recorded):
             return {"kv_mixer": None}
         config, sizes = self.config.mixers()["kv_mixer"]
         return {"kv_mixer": self.config.kv_mixer.name, **config.function(**sizes)}
+
+    def execute(self, lo: int, hi: int, state: State, kv: State, ctx: Context) -> tuple[State, State, list[Tensor]]:
+        """`segment`, with activation checkpointing if `checkpoint_every` is set."""
+        every = self.checkpoint_every
+        if every is None or not torch.is_grad_enabled():
+            return self.segment(lo, hi, state, kv, ctx)
+        losses = []
+        for start in range(lo, hi, every):
+            essential = state[: self.depth.spec(start).essential]
+            bounds = start, min(start + every, hi)
+            state, kv, added = checkpoint(self.segment, *bounds, essential, kv, ctx, use_reentrant=False)
+            losses += added
+        return state, kv, losses
+
+    def segment(self, lo: int, hi: int, state: State, kv: State, ctx: Context) -> tuple[State, State, list[Tensor]]:
+        """Run sublayers lo … hi − 1 in order of execution; return both states and the auxiliary losses."""
+        losses = []
+        for index in range(lo, hi):
+            mixer = self.depth[index]
+            h, carry = mixer.read(state)
+            y, kv, aux = self.sublayer(index, h, kv, ctx)
+            state = mixer.write(state, carry, y)
+            losses += [] if aux is None else [aux]
+        return state, kv, losses
+
+    def sublayer(self, index: int, h: Tensor, kv: State, ctx: Context) -> tuple[Tensor, State, Tensor | None]:
+        """Run execution `index` (a looped layer has several): output, state of the value mixers, auxiliary loss."""
+        slot, second = divmod(index, 2)
+        module = self.sublayers[2 * self.layer_order[slot] + second]
+        if second:
+            return module(h, kv, ctx)
+        mixer = self.kv_mixers[slot] if len(self.kv_mixers) else None
+        return module(h, kv, ctx, mixer=mixer, slot=slot)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """The head: [B, T, V]."""
+        return nn.functional.linear(h, self.embed.weight if self.head is None else self.head.weight)
+
+    def extra_repr(self) -> str:
+        return f"{sum(p.numel() for p in self.parameters()):,} parameters"
+
+
+class Decoder(SublayerLoop):
+    """A language model: tokens [B, T] to logits [B, T, V].
+
+    Attributes:
+        sublayers: attention and MLP in turn, each with its PreNorm; looped sublayers are listed once.
+        depth: the mixers, one for each execution of a sublayer and one for the output; with `loop.share_mixers` those
+            of the same sublayer share their parameters.
+        kv_mixers: a `KVStack`, one mixer for each execution of an attention; or an empty list.
+        checkpoint_every: number of sublayers per segment of activation checkpointing; None: no checkpointing. Only the
+            essential tensors of the state pass from one segment to the next.
+    """
+
+    embed: nn.Embedding
+    sublayers: nn.ModuleList
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.sublayers = nn.ModuleList(make_sublayer(config, i) for i in range(2 * config.layers))
+        self.depth, self.kv_mixers = make_mixers(config)
+        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.reset_parameters()
 
     def forward(
         self,
@@ -92,8 +146,7 @@ class Decoder(Recorded):
         ctx = self.context(tokens, x.dtype, documents, valid)
         state, auxiliary = self.segments(self.depth.begin(x), ctx)
         logits = self.logits(self.norm(self.depth.end(state)))
-        losses, counts = next_token_losses(logits, tokens, documents, valid)
-        return sum(auxiliary, losses.sum() / counts.sum().clamp(min=1))
+        return sum(auxiliary, mean_loss(logits, tokens, documents, valid))
 
     def context(
         self,
@@ -109,45 +162,16 @@ class Decoder(Recorded):
 
     def segments(self, state: State, ctx: Context) -> tuple[State, list[Tensor]]:
         """Run all sublayers from the first state; return the state before the output and the auxiliary losses."""
-        depth, every = self.config.depth, self.checkpoint_every
         kv = self.kv_mixers.begin() if isinstance(self.kv_mixers, KVStack) else ()
-        if every is None or not torch.is_grad_enabled():
-            state, _, losses = self.segment(0, depth, state, kv, ctx)
-            return state, losses
-        losses = []
-        for lo in range(0, depth, every):
-            essential = state[: self.depth.spec(lo).essential]
-            segment = lo, min(lo + every, depth)
-            state, kv, added = checkpoint(self.segment, *segment, essential, kv, ctx, use_reentrant=False)
-            losses += added
+        state, _, losses = self.execute(0, self.config.depth, state, kv, ctx)
         return state, losses
 
-    def segment(self, lo: int, hi: int, state: State, kv: State, ctx: Context) -> tuple[State, State, list[Tensor]]:
-        """Run sublayers lo … hi − 1 in order of execution; return both states and the auxiliary losses."""
-        losses = []
-        for index in range(lo, hi):
-            mixer = self.depth[index]
-            h, carry = mixer.read(state)
-            y, kv, aux = self.sublayer(index, h, kv, ctx)
-            state = mixer.write(state, carry, y)
-            losses += [] if aux is None else [aux]
-        return state, kv, losses
 
-    def sublayer(self, index: int, h: Tensor, kv: State, ctx: Context) -> tuple[Tensor, State, Tensor | None]:
-        """Run execution `index` (a looped layer has several): output, state of the value mixers, auxiliary loss."""
-        slot, second = divmod(index, 2)
-        module = self.sublayers[2 * self.layer_order[slot] + second]
-        if second:
-            return module(h, kv, ctx)
-        mixer = self.kv_mixers[slot] if len(self.kv_mixers) else None
-        return module(h, kv, ctx, mixer=mixer, slot=slot)
-
-    def logits(self, h: Tensor) -> Tensor:
-        """The head: [B, T, V]."""
-        return nn.functional.linear(h, self.embed.weight if self.head is None else self.head.weight)
-
-    def extra_repr(self) -> str:
-        return f"{sum(p.numel() for p in self.parameters()):,} parameters"
+def make_sublayer(config: DecoderConfig, index: int) -> nn.Module:
+    """Sublayer `index` of a decoder: attention and MLP in turn."""
+    if index % 2 == 0:
+        return Attention(config)
+    return MLP(config) if config.moe is None else MixtureOfExperts(config)
 
 
 def make_mixers(config: DecoderConfig) -> tuple[DepthStack, KVStack | nn.ModuleList]:
@@ -188,6 +212,12 @@ def next_token_losses(
     if valid is not None:
         counts &= valid[:, 1:].bool() & valid[:, :-1].bool()
     return losses.view_as(target) * counts, counts
+
+
+def mean_loss(logits: Tensor, tokens: Tensor, documents: Tensor | None, valid: Tensor | None) -> Tensor:
+    """The mean of `next_token_losses` over the tokens that count."""
+    losses, counts = next_token_losses(logits, tokens, documents, valid)
+    return losses.sum() / counts.sum().clamp(min=1)
 
 
 def checked_tokens(tokens: Tensor, vocabulary: int) -> Tensor:

@@ -12,7 +12,7 @@ from depthmix.support.files import seed_of
 
 if TYPE_CHECKING:
     from depthmix.mechanisms import DepthMixer, KVMixer
-    from depthmix.models.decoder import Decoder
+    from depthmix.models.decoder import SublayerLoop
 
 NORMAL = "normal, with the configuration's init_std"
 OUTPUT = "normal, with init_std · output_init"
@@ -29,11 +29,11 @@ TABLE: tuple[tuple[str, str], ...] = (
 
 
 @torch.no_grad()
-def initialise(model: Decoder, seed: int | None = None) -> None:
+def initialise(model: SublayerLoop, seed: int | None = None) -> None:
     """Initialise every parameter, from torch's generator or, with a seed, from one generator per (seed, name).
 
-    With a seed, parameters of the same name and shape are equal in two decoders, whatever else these contain. Such
-    weights are drawn on the CPU.
+    With a seed, parameters of the same name and shape are equal in two decoders, whatever else these contain, and in a
+    segment of one. Such weights are drawn on the CPU.
     """
     for name, mixer in named_mixers(model):
         if seed is not None:
@@ -51,11 +51,12 @@ def initialise(model: Decoder, seed: int | None = None) -> None:
             parameter.fill_(float(start))
 
 
-def named_mixers(model: Decoder) -> Iterator[tuple[str, DepthMixer | KVMixer]]:
-    """Mixers of both kinds that own parameters: "0", "1", … "out", then "0", "1", … of the attention layers."""
+def named_mixers(model: SublayerLoop) -> Iterator[tuple[str, DepthMixer | KVMixer]]:
+    """Mixers of both kinds that own parameters: "0", "1", … "out", then "0", "1", … of the attention layers; in a
+    segment, those that it holds."""
     yield from model.depth.mixers.named_children()  # type: ignore[misc]
-    assert model.depth.out is not None
-    yield "out", model.depth.out
+    if model.depth.out is not None:
+        yield "out", model.depth.out
     yield from model.kv_mixers.named_children()  # type: ignore[misc]
 
 

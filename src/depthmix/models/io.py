@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,13 +21,15 @@ from torch import Tensor
 from depthmix.mechanisms import kv_mechanism, mechanism
 from depthmix.mechanisms.record import is_record, with_records
 from depthmix.models.config import Choice, DecoderConfig
-from depthmix.models.decoder import Decoder
+from depthmix.models.decoder import Decoder, SublayerLoop
+from depthmix.models.segment import Segment
 from depthmix.support.checks import check_device
 from depthmix.support.files import FORMAT, beside, digest, flush, format_of, read_json, read_tensors, version
 
 AGAIN = "Save or copy the model again"
 WEIGHTS, CONFIG, STAGED = MODEL_FILES = "model.safetensors", "config.json", "config.json.new"
 StrPath = str | os.PathLike[str]
+M = TypeVar("M", bound=SublayerLoop)
 
 
 def save_model(model: Decoder, directory: StrPath) -> None:
@@ -65,18 +67,46 @@ def load_model(
 ) -> Decoder:
     """Load a decoder that `save_model` wrote, in evaluation mode; `dtype` converts its parameters.
 
-    Everything is read and checked before a model is built. If its configuration names user-defined functions (options
-    such as kernel and score), their modules are imported only with `functions=True`, since that runs their code.
+    Everything is read and checked before memory for a model is allocated. If its configuration names user-defined
+    functions (options such as kernel and score), their modules are imported only with `functions=True`, since that runs
+    their code.
     """
+    return load_into(Decoder, directory, device, dtype, functions)
+
+
+def load_segment(
+    directory: StrPath,
+    lo: int,
+    hi: int,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    functions: bool = False,
+) -> Segment:
+    """Load executions lo … hi − 1 of a decoder that `save_model` wrote; see `Segment`. The rest is as in `load_model`.
+
+    Only the segment's own tensors are read into memory. The whole file is read once, to check its SHA-256.
+    """
+    return load_into(lambda config: Segment(config, lo, hi), directory, device, dtype, functions)
+
+
+def load_into(
+    build: Callable[[DecoderConfig], M],
+    directory: StrPath,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+    functions: bool,
+) -> M:
     folder = Path(directory)
     check_device(device)
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} does not exist or is not a folder; expected a folder that save_model wrote")
     config = read_config(folder, functions)
-    tensors, _ = read_tensors(folder / WEIGHTS, AGAIN)
     with torch.device("meta"):
-        model = Decoder(config)
-    check_tensors(folder / WEIGHTS, tensors, model.state_dict())
+        model = build(config)
+    expected = model.state_dict()
+    tensors, _ = read_tensors(folder / WEIGHTS, AGAIN, expected if isinstance(model, Segment) else None)
+    check_tensors(folder / WEIGHTS, tensors, expected)
     parameters = {name for name, _ in model.named_parameters()}
     moved = {
         name: tensor.to(device=device, dtype=dtype if name in parameters else None, copy=True)

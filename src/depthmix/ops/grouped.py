@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import is_autocast_available  # not on the meta device
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -28,7 +29,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """
     check(x, weight, ends)
     device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+    if is_autocast_available(device) and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         x, weight = (t.to(torch.get_autocast_dtype(device)) for t in (x, weight))
     if x.dtype != weight.dtype:
         raise ValueError(

@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -152,13 +152,16 @@ def parse_toml(text: str, where: str, remedy: str) -> dict[str, Any]:
         raise ValueError(f"{where} is damaged: it is not valid TOML ({error}). {remedy}") from error
 
 
-def read_tensors(path: Path, remedy: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tensors of a safetensors file and its metadata."""
+def read_tensors(
+    path: Path, remedy: str, names: Collection[str] | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tensors of a safetensors file, or only those of `names` that it has, and its metadata."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            wanted = [name for name in file.keys() if names is None or name in names]  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in wanted}, file.metadata() or {}
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or not a safetensors file ({error}). {remedy}") from error
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -140,11 +140,15 @@ def reason_of(error: BaseException) -> str:
     return str(error)
 
 
-def load_latest(folder: Path, into: Mapping[str, Any] | None = None) -> tuple[int, dict[str, Any]] | None:
+def load_latest(
+    folder: Path, into: Mapping[str, Any] | None = None, *, part: bool = False
+) -> tuple[int, dict[str, Any]] | None:
     """The step and state of the newest intact checkpoint; None if there is none.
 
     Damaged ones are skipped, with a message on stderr; one of another format version is an error. `into` holds tensors,
-    possibly sharded, to be filled in place; without it new ones are created.
+    possibly sharded, to be filled in place; without it new ones are created. The checkpoint must have the tensors of
+    `into` and no others; with `part=True` it may have others, which are not read: `{"model": segment.state_dict()}`
+    loads a segment of the model.
     """
     step = -1
     if ranks.rank() == 0:
@@ -153,10 +157,10 @@ def load_latest(folder: Path, into: Mapping[str, Any] | None = None) -> tuple[in
         newest = torch.tensor(step)
         dist.broadcast(newest, 0)
         step = int(newest)
-    return None if step < 0 else (step, read(path_of(folder, step), into))
+    return None if step < 0 else (step, read(path_of(folder, step), into, part))
 
 
-def read(path: Path, into: Mapping[str, Any] | None) -> dict[str, Any]:
+def read(path: Path, into: Mapping[str, Any] | None, part: bool = False) -> dict[str, Any]:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
@@ -170,6 +174,9 @@ def read(path: Path, into: Mapping[str, Any] | None) -> dict[str, Any]:
             name: tensor for name, tensor in tensors.items() if not is_record(name)
         }  # `config` has the same content
         shapes = {name: list(meta.size) for name, meta in stored.items() if not is_record(name)}
+        if part:
+            check_has(path, tensors, shapes)
+            shapes = {name: shapes[name] for name in tensors}
         check_fit(path, {name: list(tensor.shape) for name, tensor in tensors.items()}, shapes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -179,6 +186,15 @@ def read(path: Path, into: Mapping[str, Any] | None) -> dict[str, Any]:
             no_dist=into is None or not ranks.is_distributed(),
         )
     return unflatten(tensors, rest)
+
+
+def check_has(path: Path, wanted: Iterable[str], stored: Collection[str]) -> None:
+    if missing := sorted(set(wanted) - set(stored)):
+        more = f" and {len(missing) - 1} more tensors" if missing[1:] else ""
+        raise ValueError(
+            f"{path} has no {missing[0]}{more}; expected every tensor of the part to load. Choose another folder, or "
+            "another part of the model"
+        )
 
 
 def check_fit(path: Path, wanted: Mapping[str, list[int]], stored: Mapping[str, list[int]]) -> None:
