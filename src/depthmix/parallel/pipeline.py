@@ -60,6 +60,10 @@ def stages(
     modules = [sublayer for _, sublayer in pairs]
     segments = [Segment(plan, s, stack, modules, recompute=recompute, **options) for s in range(plan.count)]
     check_not_shared(plan, segments)
+    if torch.__version__ < "2.13":
+        raise RuntimeError(
+            f"torch {torch.__version__}; pipelines extend the PipelineStage of torch 2.13: upgrade torch"
+        )
     if not dist.is_initialized():
         raise RuntimeError(
             "no process group; call torch.distributed.init_process_group first, in processes that torchrun started"

@@ -19,7 +19,7 @@ class Segment(nn.Module):
 
     Arguments are the tensors that arrive, then those taken from the store; results are the tensors of the wire, then
     those to keep. Derived tensors are dropped at a cut: the next read makes them again. Parameters are named
-    `depth.mixers.{i}.…`, `sublayers.{i}.…` as in the whole network, so the names of all stages can be joined.
+    `depth.mixers.{i}.…`, `sublayers.{i}.…`, `values.{k}.…`, `embed.…` and `head.…`: stages can be joined.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Segment(nn.Module):
         self.lead, self.dtype = plan.shape, plan.dtype
         self.depth = stack.slice(lo, hi)
         self.sublayers = nn.ModuleDict({str(i): sublayers[i] for i in range(lo, hi)})
-        mixing = [(k, i) for k, i in enumerate(plan.attention) if lo <= i < hi]
-        self.value_mixers = nn.ModuleDict({str(i): values[k] for k, i in mixing} if values is not None else {})
+        self.mixes = {i: str(k) for k, i in enumerate(plan.attention) if lo <= i < hi}  # sublayer -> value mixer
+        self.values = nn.ModuleDict({k: values[int(k)] for k in self.mixes.values()} if values is not None else {})
         self.begin_values = values[0].begin if values is not None and self.is_first else tuple
         self.embed = embed if self.is_first else None
         self.head = head if self.is_last else None
@@ -57,7 +57,7 @@ class Segment(nn.Module):
         """Parameters that take part at several depths: all mixers', and those of sublayers that run more than once."""
         runs = [*self.sublayers.values()]
         repeated = [module for module in {*runs} if runs.count(module) > 1]
-        modules = (self.depth, self.value_mixers, *repeated)
+        modules = (self.depth, self.values, *repeated)
         return [*dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad)]
 
     def forward(self, *args: Tensor, **shared: Any) -> Tensor | State:
@@ -84,8 +84,8 @@ class Segment(nn.Module):
     def run(self, i: int, state: State, kv: State, shared: dict[str, Any]) -> tuple[State, State]:
         mixer, sublayer = self.depth[i], self.sublayers[str(i)]
         h, carry = mixer.read(state)
-        if str(i) in self.value_mixers:
-            y, kv = sublayer(h, self.value_mixers[str(i)], kv, **shared)
+        if i in self.mixes:
+            y, kv = sublayer(h, self.values[self.mixes[i]], kv, **shared)
         else:
             y = sublayer(h, **shared)
         return mixer.write(state, carry, y), kv
