@@ -185,8 +185,8 @@ def planned(network: Network, **settings: Any) -> parallel.Plan:
     ("plan", "settings", "parts"),
     [
         ({}, {"schedule": "1F1b"}, ["unknown schedule '1F1b'", "Did you mean '1F1B'?", "Known: GPipe, 1F1B"]),
-        ({}, {"schedule": "1F1B"}, ["2 stages per rank", "expected 1", "virtual=1", "'Interleaved1F1B'"]),
-        ({"virtual": 1}, {}, ["1 stages per rank", "at least 2", "virtual=2", "schedule='1F1B'"]),
+        ({}, {"schedule": "1F1B"}, ["plan of virtual=2", "expected 1.", "with virtual=1", "'Interleaved1F1B'"]),
+        ({"virtual": 1}, {}, ["plan of virtual=1", "at least 2.", "with virtual=2", "schedule='1F1B'"]),
         ({"virtual": 1}, {"schedule": "ZBVZeroBubble"}, ["'ZBVZeroBubble'", "expected 2", "'InterleavedZeroBubble'"]),
         ({}, {"schedule": "DualPipeV"}, ["'DualPipeV'", "placement='loop'", "expected 'v'"]),
         ({"placement": "v"}, {}, ["'Interleaved1F1B'", "placement='v'", "expected 'loop'"]),
@@ -214,6 +214,8 @@ def test_wrong_sublayers_are_refused_without_a_process_group(network: Network) -
         pipeline(network, plan, sublayers=[torch.tanh] * 8)
     with pytest.raises(ValueError, match=says("'attnres' with 8 sublayers", "'attnres' with 9")):
         pipeline(Network({"mechanism": "attnres", "depth": 9}), plan)
+    with pytest.raises(ValueError, match=says("[(8,), (8,), (8,)] before sublayer 2", "the same options")):
+        pipeline(Network({"mechanism": "attnres", "depth": 8, "options": {"window": 1}}), plan)
     with pytest.raises(ValueError, match=says("0 value mixers", "values has 4")):
         pipeline(Network({"mechanism": "attnres", "depth": 8, "kv": "value_residual"}), plan)
 

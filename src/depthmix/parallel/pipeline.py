@@ -169,6 +169,16 @@ def check_fits(plan: Plan, stack: DepthStack, values: KVStack | None) -> None:
             f"the plan is for {plan.name!r} with {plan.bounds[-1]} sublayers, the stack is {stack.name!r} with "
             f"{stack.depth}; make the plan from this stack"
         )
+    for cut, state in list(zip(plan.bounds, plan.states, strict=True))[1:-1]:
+        spec = stack.spec(cut)
+        shapes = [plan.tensors[n][0][len(plan.shape) :] for n in state]
+        if shapes[: spec.essential] != [*spec.shapes[: spec.essential]] or (
+            values is None and len(shapes) > spec.essential
+        ):
+            raise ValueError(
+                f"the plan has a state of {shapes} before sublayer {cut}, the stack of "
+                f"{[*spec.shapes[: spec.essential]]}; make the plan from this stack, with the same options"
+            )
     if len(plan.attention) != (0 if values is None else len(values)):
         raise ValueError(
             f"the plan has {len(plan.attention)} value mixers, values has {0 if values is None else len(values)}; give "

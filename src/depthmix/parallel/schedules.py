@@ -40,8 +40,8 @@ def check_schedule(name: str, plan: Plan, microbatches: int) -> None:
         least, most = rule.virtual[0], rule.virtual[-1]
         want = f"at least {least}" if most > 2 else f"{least}"
         raise ValueError(
-            f"schedule {name!r} with a plan of {plan.virtual} stages per rank; expected {want}. Make the plan with "
-            f"virtual={least}, or use schedule={rule.other!r}"
+            f"schedule {name!r} with a plan of virtual={plan.virtual} (stages per rank); expected {want}. Make it "
+            f"with virtual={least}, or use schedule={rule.other!r}"
         )
     if plan.placement != rule.placement:
         raise ValueError(
