@@ -113,7 +113,7 @@ ON_TWO = [
     *(case(name, virtual=1, schedule="1F1B") for name in ("block_attnres", "mhc", "residual")),
     *(case("block_attnres", schedule=schedule, depth=8, options={"block_sublayers": 3}) for schedule in MULTI[1:]),
     case("block_attnres", virtual=1, schedule="GPipe"),
-    case("attnres", schedule="InterleavedZeroBubble"),
+    case("attnres", schedule="InterleavedZeroBubble", virtual=3),  # tensors with two readers, whose gradients add up
     case("attnres", schedule="ZBVZeroBubble", placement="v"),
     case("block_attnres", kv="depth_attention", kv_options={"stride": 2}, options={"block_sublayers": 3}),
     case("block_attnres", recompute=True),

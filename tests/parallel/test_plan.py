@@ -287,16 +287,20 @@ def test_a_process_group_of_another_size_is_refused(network: Network) -> None:
 
 
 def test_a_store_frees_a_tensor_with_its_last_reader_and_sums_their_gradients() -> None:
-    store = parallel.Store({7: 2})
+    store = parallel.Store({7: 3})
     value = torch.arange(3.0, requires_grad=True)
     store.put(7, 0, value)
     first, second = store.take(7, 0), store.take(7, 0)
     assert not first.requires_grad
     assert first.data_ptr() == second.data_ptr() == value.data_ptr()
+    assert len(store) == 1
+    store.take(7, 0)
     assert len(store) == 0
-    store.leave(7, 0, torch.ones(3))
-    store.leave(7, 0, None)
-    assert store.collect(7, 0) is not None
+    for gradient in (torch.ones(3), None, 2 * torch.ones(3)):
+        store.leave(7, 0, gradient)
+    collected = store.collect(7, 0)
+    assert isinstance(collected, Tensor)
+    assert collected.tolist() == [3, 3, 3]
     assert len(store) == 0
     with pytest.raises(RuntimeError, match=says("tensor 7 of micro-batch 0 is not in the store")):
         store.take(7, 0)
