@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # bf16 products end in an illegal instruction on CPUs that advertise AMX without its tile palette.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo matrices study test test-full lint docs package house conformance bench clean help
+.PHONY: demo matrices study test test-full test-parallel lint docs package house conformance bench clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make study        compare six mechanisms with Muon and four with AdamW (about an hour and a half); writes docs/results/first_study*"
 	@echo "make test         linters, types and all tests (a few minutes on two cores)"
 	@echo "make test-full    the same with every combination of mechanism, KV site and form of the decoder, and 10,000 random command lines"
+	@echo "make test-parallel  all tests of pipelines, in up to four processes (some minutes)"
 	@echo "make conformance  compare with public implementations from PyPI"
 	@echo "make bench        measure speed and memory, also of other implementations; writes docs/results/speed.md (over an hour)"
 	@echo "make docs         build the documentation into site/"
@@ -68,6 +69,9 @@ test: $(VENV)/dev compiler lint
 
 test-full: $(VENV)/dev compiler lint
 	$(BIN)/python -m pytest -n 2 -m "" $(ARGS)
+
+test-parallel: $(VENV)/dev compiler
+	$(BIN)/python -m pytest -m "" tests/parallel $(ARGS)
 
 # Public implementations bring many packages along: they have an environment of their own.
 PEERS := .venv-conformance

@@ -43,12 +43,14 @@ TAKEN_FOR_GRANTED = {  # what blocks of the mechanisms' pages use without making
 ELSEWHERE = {"CONTRIBUTING.md": "tests/mechanisms/test_contributing.py"}  # pages whose blocks another test runs
 NOT_RUN = {  # every block that no test runs, by its page
     "docs/own_model.md": ["needs several processes, started by torchrun"] * 2,
+    "docs/pipelines.md": ["needs several processes, started by torchrun"],
 }
 EXAMPLES = {  # the test that runs each script
     "compare_demo.py": "tests/test_snippets.py",
     "long_prompt.py": "tests/inference/test_prefill.py",
     "mixing_matrices.py": "tests/test_house.py",
     "own_attention.py": "tests/mechanisms/test_own_attention.py",
+    "pipeline_gpt.py": "tests/parallel/test_pipeline.py",
 }
 DIAL = TrainConfig.from_dial(2, "residual")
 MECHANISMS = {

@@ -81,7 +81,7 @@ __all__ = [
 
 def __getattr__(name: str) -> ModuleType:
     """Parts that are imported when they are asked for."""
-    if name in ("bench", "data", "studies", "training"):
+    if name in ("bench", "data", "parallel", "studies", "training"):
         return import_module(f"{__name__}.{name}")
     if name == "plot":
         return import_module(f"{__name__}.analysis.plot")

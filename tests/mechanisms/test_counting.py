@@ -47,21 +47,6 @@ def make_stack(name: str, depth: int = DEPTH, **options: Any) -> dm.DepthStack:
     return stack
 
 
-def readme_model(name: str) -> Callable[[dm.DepthStack, nn.ModuleList, Tensor], Tensor]:
-    """A model of the README, its stack and its sublayers exchanged."""
-    scope: dict[str, Any] = {}
-    for block in blocks(ROOT / "README.md"):
-        if "nn.Module" in block or "(After)" in block:
-            exec(compile(block, "README.md", "exec"), scope)
-
-    def run(depth: dm.DepthStack, sublayers: nn.ModuleList, x: Tensor) -> Tensor:
-        model = scope[name](DIM, 2)
-        model.depth, model.sublayers = depth, sublayers
-        return model(x)
-
-    return run
-
-
 def snippet(code: str) -> Callable[[dm.DepthStack, nn.ModuleList, Tensor], Tensor]:
     def run(depth: dm.DepthStack, sublayers: nn.ModuleList, x: Tensor) -> Tensor:
         scope: dict[str, Any] = {"depth": depth, "stack": depth, "sublayers": sublayers, "x": x}
@@ -74,9 +59,11 @@ def snippet(code: str) -> Callable[[dm.DepthStack, nn.ModuleList, Tensor], Tenso
 def shown_ways() -> dict[str, Callable[[dm.DepthStack, nn.ModuleList, Tensor], Tensor]]:
     """All of them, found where they are shown: a new one is taken up by itself."""
     ways = {"the docstring of the protocol": snippet(loop_of_the_protocol())}
-    for name, body in re.findall(r"^class (\w+)(.*?)^\S", "".join(blocks(ROOT / "README.md")), re.S | re.M):
-        if "self.depth" in body:
-            ways[f"README, {name}"] = readme_model(name)
+    readme = "".join(blocks(ROOT / "README.md"))
+    for call in re.findall(r"^y = (depth\(.*), sublayers\)$", readme, re.M):
+        ways["README, the call"] = snippet(f"h = {call.partition('(')[0]}(x, sublayers)")
+    for function in re.findall(r"^def forward\(x\):\n(?:    .*\n)+", readme, re.M):
+        ways["README, the loop"] = snippet(f"{function}h = forward(x)")
     for page in PAGES:
         for i, block in enumerate(blocks(page)):
             if "sublayers" in block and re.search(r"^h = ", block, re.M):
@@ -85,9 +72,11 @@ def shown_ways() -> dict[str, Callable[[dm.DepthStack, nn.ModuleList, Tensor], T
 
 
 def test_the_shown_ways_are_found() -> None:
-    assert {"README, After", "README, Loop", "the docstring of the protocol"} <= set(shown_ways())
+    assert {"README, the call", "README, the loop", "the docstring of the protocol"} <= set(shown_ways())
     assert sum(name.startswith("protocol.md") for name in shown_ways()) == 4
-    assert "return self.depth(x, self.sublayers)" in blocks(ROOT / "README.md")[1], "the checked call comes first"
+    assert "y = depth(torch.randn(2, 16, 64), sublayers)" in blocks(ROOT / "README.md")[0], (
+        "the checked call comes first"
+    )
 
 
 @pytest.mark.parametrize("way", shown_ways())

@@ -272,7 +272,7 @@ def test_weights_of_0_1_0_load_with_one_warning_and_no_missing_key() -> None:
         assert not left.missing_keys
         assert not left.unexpected_keys
         assert [w.category for w in caught] == [UserWarning]
-        assert "Check that they are these: mechanism='block_attnres'" in str(caught[0].message)
+        assert "Check that it was trained with these: mechanism='block_attnres'" in str(caught[0].message)
         assert "num_blocks=4" in str(caught[0].message)
 
 

@@ -30,7 +30,8 @@ def strict(text: str) -> Any:
 def test_a_skipped_step_tells_the_loss_as_it_is(
     value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain, progress, events = loop.gradients, TrainingProgress(1), []
+    config = tiny_run(tmp_path / "run", run__steps=3, run__on_bad_loss="skip")
+    plain, progress, events = loop.gradients, TrainingProgress(config, 1, lambda steps: 1.0 * steps), []
 
     def second_is_bad(run: Run) -> float:
         loss = plain(run)
@@ -41,8 +42,8 @@ def test_a_skipped_step_tells_the_loss_as_it_is(
         progress.report(event)
 
     monkeypatch.setattr(loop, "gradients", second_is_bad)
-    train(tiny_run(tmp_path / "run", run__steps=3, run__on_bad_loss="skip"), report=report)
-    assert f"step 2/3  skipped: the loss is {value}\n" in capsys.readouterr().err
+    train(config, report=report)
+    assert f"step 2/3 skipped: the loss is {value}\n" in capsys.readouterr().err
     [event] = [event for event in events if event["kind"] == "skipped"]
     assert str(event["loss"]) == str(value), "a number, for whoever is called"
     for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
