@@ -12,10 +12,10 @@ import torch
 import tyro
 from torch import Tensor
 
-from depthmix.cli.shared import flag, open_run_folder, switch
+from depthmix.cli.shared import flag, open_run_folder, print_result, switch
 from depthmix.data.tokenizers import BatchTokenizer
 from depthmix.models import Decoder
-from depthmix.support.terminal import print_wrapped, track
+from depthmix.support.terminal import track
 from depthmix.training import Score, open_corpus, read_config, score
 from depthmix.training.build import check_tokens, run_tokenizer, tokenizer_file
 from depthmix.training.build import export as export_model
@@ -64,7 +64,7 @@ def run(
         print(json_format.dumps({"run": str(folder), "on": str(file or "validation"), **result._asdict()}, indent=2))
     else:
         text = "validation data" if file is None else str(file)
-        print_wrapped(
+        print_result(
             f"{text}: loss {result.loss:.4f}, perplexity {math.exp(min(result.loss, 700)):.4g}, "
             f"{result.bits_per_byte:.4f} bits per byte over {result.tokens:,} tokens"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,6 +73,11 @@ def can_draw() -> bool:
         say("matplotlib is not installed, so figures are left out; add them with: pip install 'depthmix[figures]'")
         return False
     return True
+
+
+def print_result(text: str) -> None:
+    """One line for programs that read it; on a terminal it is broken between words."""
+    print_wrapped(text) if sys.stdout.isatty() else print(text)
 
 
 def print_points(lines: Iterable[str]) -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from depthmix.cli.shared import SET, Data, Several, flag, switch
+from depthmix.cli.shared import SET, Data, Several, flag, print_result, switch
 from depthmix.ops import keep_freed_memory
 from depthmix.support.checks import split_pair
-from depthmix.support.terminal import Progress, format_duration, print_wrapped, say
+from depthmix.support.terminal import Progress, format_duration, say
 from depthmix.training import (
     BadLoss,
     CheckpointError,
@@ -170,7 +170,7 @@ def run(
     if run.json:
         print(json_format.dumps(dataclasses.asdict(result), indent=2))
         return 0
-    print_wrapped(
+    print_result(
         f"{chosen.run.folder}: validation loss {result.validation_loss:.4f}, {result.bits_per_byte:.4f} bits per byte "
         f"after {result.tokens:,} tokens; {result.tokens_per_second:,.0f} tokens/s, "
         f"{result.peak_memory_bytes / 2**20:,.0f} MiB, {result.flops:.3g} FLOPs"
