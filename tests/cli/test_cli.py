@@ -154,6 +154,7 @@ def test_verify_fails_where_a_mechanism_is_broken(tmp_path: Path) -> None:
         (["show", "attnres", "--options", "heads"], ["'heads'", "KEY=VALUE"]),
         (["show", "attnres", "--options", "heads=5"], ["heads=5", "dim=768"]),
         (["show", "attnres", "--dtype", "int8"], ["'int8'", "floating"]),
+        (["show", "mhc", "--dtype", "float8_e4m3fn"], ["'float8_e4m3fn'", "such as bfloat16"]),
         (["verify", "nothing"], ["unknown mechanism 'nothing'"]),
         (["verify", "residual", "--device", "nowhere"], ["'nowhere'", "try cpu"]),
         (["verify", "residual", "--device", "meta"], ["'meta'", "try cpu"]),

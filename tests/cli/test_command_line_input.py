@@ -276,3 +276,8 @@ def test_eval_names_a_damaged_result(
     (tmp_path / "run" / "result.json").write_text(text)
     assert main(["eval", str(tmp_path / "run")]) == 2
     assert f"{tmp_path / 'run' / 'result.json'} is damaged" in capsys.readouterr().err
+
+
+def test_a_width_beyond_all_models_is_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--dim", "9" * 30, "--depth", "2", "--print-config"]) == 2
+    assert f"dim={'9' * 30}; expected 1 to {2**20}" in capsys.readouterr().err

@@ -155,7 +155,7 @@ def takes(hint: Any) -> str:
 
 def cost(stack: DepthStack, dtype: str) -> dict[str, Any]:
     kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point or kind.itemsize < 2:  # no stream is in float8
         raise ValueError(f"dtype={dtype!r}; expected a floating-point dtype of torch, such as bfloat16")
     specs = [stack.spec(index) for index in range(stack.depth + 1)]
     facts = stack.facts

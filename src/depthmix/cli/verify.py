@@ -16,7 +16,7 @@ from depthmix.mechanisms import PluginError, mechanism
 from depthmix.mechanisms.registry import naming_plugin, survey
 from depthmix.ops.attend import dispatch
 from depthmix.support.checks import check_device
-from depthmix.support.terminal import console, styled, track
+from depthmix.support.terminal import console, print_wrapped, styled, track
 
 Outcome = tuple[str, Mapping[str, Any], list[Check]]
 
@@ -64,7 +64,7 @@ def run(
         print(json_format.dumps(report, indent=2, ensure_ascii=False))
     else:
         print_table(outcomes, where, checks)
-        print(f"reads of attnres and block_attnres on {device}: {reads}")
+        print_wrapped(f"reads of attnres and block_attnres on {device}: {reads}")
     return 0 if all(check.holds for _, _, measured in outcomes for check in measured) else 1
 
 

@@ -175,6 +175,8 @@ class DecoderConfig:
         if not isinstance(depth, int) or isinstance(depth, bool) or not 2 <= depth <= MOST_DEPTH or depth % 2:
             raise ValueError(f"depth={depth!r}; expected an even number of sublayers, 2 to {MOST_DEPTH}")
         dim = overrides.get("dim", -(-32 * depth // 64) * 64)
+        if isinstance(dim, int):
+            check_range("dim", dim, 1, MOST_DIM)
         derived = {"dim": dim, "heads": dial_heads(dim), "hidden": -(-8 * dim // (3 * 64)) * 64}
         return cls(**{"vocab_size": 256, "layers": depth // 2, **derived, **overrides})
 
