@@ -20,6 +20,8 @@ def test_list_names_every_mechanism(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for name in dm.list_mechanisms():
         assert name in out
+        paper = (dm.mechanism(name).paper or "").removeprefix("arXiv ").split(", ")[0]
+        assert paper in out, "80 columns hold the papers at the default size"
     assert "FLOPs    forward pass, per token and sublayer, divided by D" in out
     assert all(len(line) <= 80 for line in out.splitlines()), "fits a plain terminal"
 

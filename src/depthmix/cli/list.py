@@ -226,7 +226,7 @@ def figures_table(rows: list[dict[str, Any]], dim: int, *, with_papers: bool = T
         "Pre-\nNorm": lambda row: row["preserves_prenorm"].removeprefix("up to "),
     }
     shown = {name: cell for name, cell in columns.items() if with_papers or name != "arXiv"}
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
     for name in shown:
         words = name in ("mechanism", "arXiv", "Pre-\nNorm")
         table.add_column(name, justify="left" if words else "right", no_wrap=True)
