@@ -18,7 +18,7 @@ from torch import Tensor
 
 from depthmix.models import Decoder, DecoderConfig, MoEConfig
 from depthmix.models.moe import MixtureOfExperts
-from depthmix.training import ranks
+from depthmix.parallel import ranks
 
 RANKS = 2
 LONGEST = timedelta(minutes=2)  # that one rank waits for the other

@@ -170,8 +170,8 @@ def test_a_segment_of_activations_is_made_again_and_costs_less_memory() -> None:
             self.model = model
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            state, _ = self.model.segments(self.model.depth.begin(x), ctx)
-            return self.model.depth.end(state)
+            state, _, _ = self.model.execute(0, 12, self.model.depth.begin(x), (), ctx)
+            return self.model.end(state)
 
     plain = kept_bytes(Middle(), x)
     model.checkpoint_every = 3

@@ -247,8 +247,8 @@ def test_the_loss_is_there_in_training_alone_and_the_decoder_adds_it() -> None:
     model = Decoder(make_config(balance="loss", balance_rate=0.3)).double()
     tokens = torch.randint(0, 20, (2, 8))
     both = model.loss(tokens)
-    x = model.embed(tokens)
-    _, losses = model.segments(model.depth.begin(x), model.context(tokens, x.dtype))
+    state, kv = model.begin(tokens)
+    losses = model.execute(0, model.config.depth, state, kv, model.context(tokens, torch.float64))[2]
     assert len(losses) == 2
     alone = model.eval().loss(tokens)
     assert torch.allclose(both, alone + sum(losses), rtol=0, atol=1e-14)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from depthmix.parallel import ranks
 from depthmix.support.files import seed_of
-from depthmix.training import TrainConfig, checkpoint, loop, override, ranks, resume
+from depthmix.training import TrainConfig, checkpoint, loop, override, resume
 from depthmix.training.build import initial_model
 from depthmix.training.manifest import path_of
 from depthmix.training.run import Run

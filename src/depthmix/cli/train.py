@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from depthmix.cli.shared import SET, Data, Several, flag, print_result, switch
 from depthmix.ops import keep_freed_memory
+from depthmix.parallel.ranks import main_process
 from depthmix.support.checks import split_pair
 from depthmix.support.terminal import Progress, format_duration, say
 from depthmix.training import (
@@ -31,7 +32,6 @@ from depthmix.training.dial import dial_tokens
 from depthmix.training.estimate import estimate_seconds
 from depthmix.training.manifest import list_checkpoints, step_of
 from depthmix.training.overrides import check_excluding, override_all
-from depthmix.training.ranks import main_process
 from depthmix.training.recipes import RULE, chosen_mixers, describe_recipe
 
 DAY = 86_400.0  # seconds

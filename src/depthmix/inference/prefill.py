@@ -38,9 +38,9 @@ def bytes_per_token(model: Decoder) -> int:
 def measure(model: Decoder) -> int:
     tokens = torch.zeros(1, PROBE, dtype=torch.int64, device=model.embed.weight.device)
     with LiveBytes() as live:
-        x = model.embed(tokens)
-        state, _ = model.segments(model.depth.begin(x), model.context(tokens, x.dtype))
-        model.depth.end(state)
+        state, kv = model.begin(tokens)
+        ctx = model.context(tokens, state[0].dtype)
+        model.end(model.execute(0, model.config.depth, state, kv, ctx)[0])
     return -(-live.peak // PROBE)
 
 

@@ -21,6 +21,7 @@ from depthmix.models.init import initialise
 from depthmix.models.mlp import MLP
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.models.norm import RMSNorm
+from depthmix.models.shard import WHOLE, WholeSequence
 
 
 class SublayerLoop(Recorded):
@@ -30,7 +31,9 @@ class SublayerLoop(Recorded):
     sublayers: Any  # a ModuleList; in a segment a ModuleDict that is indexed by the same numbers
     depth: DepthStack
     kv_mixers: KVStack | nn.ModuleList
+    norm: RMSNorm | None
     head: nn.Linear | None
+    first_slot = 0  # of the caches: the number of executions of attention before this part
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -39,6 +42,7 @@ class SublayerLoop(Recorded):
         self.config = config
         self.checkpoint_every: int | None = None
         self.layer_order = config.layer_order
+        self.shard: WholeSequence = WHOLE
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Initialise every parameter, from torch's generator or, with a seed, from one generator per (seed, name)."""
@@ -67,12 +71,13 @@ class SublayerLoop(Recorded):
     def segment(self, lo: int, hi: int, state: State, kv: State, ctx: Context) -> tuple[State, State, list[Tensor]]:
         """Run sublayers lo … hi − 1 in order of execution; return both states and the auxiliary losses."""
         losses = []
-        for index in range(lo, hi):
-            mixer = self.depth[index]
-            h, carry = mixer.read(state)
-            y, kv, aux = self.sublayer(index, h, kv, ctx)
-            state = mixer.write(state, carry, y)
-            losses += [] if aux is None else [aux]
+        with self.shard.parameters(self.depth, self.kv_mixers):
+            for index in range(lo, hi):
+                mixer = self.depth[index]
+                h, carry = mixer.read(state)
+                y, kv, aux = self.sublayer(index, h, kv, ctx)
+                state = mixer.write(state, carry, y)
+                losses += [] if aux is None else [aux]
         return state, kv, losses
 
     def sublayer(self, index: int, h: Tensor, kv: State, ctx: Context) -> tuple[Tensor, State, Tensor | None]:
@@ -82,11 +87,39 @@ class SublayerLoop(Recorded):
         if second:
             return module(h, kv, ctx)
         mixer = self.kv_mixers[slot] if len(self.kv_mixers) else None
-        return module(h, kv, ctx, mixer=mixer, slot=slot)
+        return module(h, kv, ctx, mixer=mixer, slot=slot - self.first_slot)
+
+    def begin(self, tokens: Tensor) -> tuple[State, State]:
+        """The state before sublayer 0, and that of the value mixers."""
+        checked_tokens(tokens, self.config.vocab_size)
+        with self.shard.parameters(self.embed, self.depth):
+            state = self.depth.begin(self.embed(self.shard.own(tokens, tokens.shape[1])))
+        return state, self.kv_mixers.begin() if isinstance(self.kv_mixers, KVStack) else ()
+
+    def end(self, state: State) -> Tensor:
+        """What the final norm reads."""
+        with self.shard.parameters(self.depth):
+            return self.depth.end(state)
 
     def logits(self, h: Tensor) -> Tensor:
         """The head: [B, T, V]."""
         return nn.functional.linear(h, self.embed.weight if self.head is None else self.head.weight)
+
+    def output(self, h: Tensor, tokens: int, last_only: bool = False) -> Tensor:
+        """Logits of all tokens or of the last one, from the hidden states of this process."""
+        h = self.shard.last(h, tokens) if last_only else self.shard.whole(h, tokens)
+        with self.shard.parameters(self.norm, self.embed if self.head is None else self.head):
+            return self.logits(self.normed(h))
+
+    def output_loss(self, h: Tensor, tokens: Tensor, documents: Tensor | None, valid: Tensor | None) -> Tensor:
+        """The mean loss; where tokens are shared among processes, this one's part of it: the parts sum to the mean."""
+        with self.shard.parameters(self.norm, self.embed if self.head is None else self.head):
+            logits = self.logits(self.normed(h))
+        return mean_loss(logits, tokens, documents, valid, self.shard)
+
+    def normed(self, h: Tensor) -> Tensor:
+        assert self.norm is not None
+        return self.norm(h)
 
     def extra_repr(self) -> str:
         return f"{sum(p.numel() for p in self.parameters()):,} parameters"
@@ -106,6 +139,7 @@ class Decoder(SublayerLoop):
 
     embed: nn.Embedding
     sublayers: nn.ModuleList
+    norm: RMSNorm
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -134,19 +168,18 @@ class Decoder(SublayerLoop):
             cache: keys and values of earlier tokens, from `depthmix.inference`; these tokens are appended to it.
             last_only: return only the logits of the last token, [B, 1, V].
         """
-        x = self.embed(checked_tokens(tokens, self.config.vocab_size))
-        ctx = self.context(tokens, x.dtype, documents, valid, cache)
-        state, _ = self.segments(self.depth.begin(x), ctx)
-        h = self.depth.end(state)
-        return self.logits(self.norm(h[:, -1:] if last_only else h))
+        state, kv = self.begin(tokens)
+        ctx = self.context(tokens, state[0].dtype, documents, valid, cache)
+        state, _, _ = self.execute(0, self.config.depth, state, kv, ctx)
+        return self.output(self.end(state), tokens.shape[1], last_only)
 
     def loss(self, tokens: Tensor, *, documents: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
         """Mean next-token loss within each document, plus the auxiliary losses of the sublayers."""
-        x = self.embed(checked_tokens(tokens, self.config.vocab_size))
-        ctx = self.context(tokens, x.dtype, documents, valid)
-        state, auxiliary = self.segments(self.depth.begin(x), ctx)
-        logits = self.logits(self.norm(self.depth.end(state)))
-        return sum(auxiliary, mean_loss(logits, tokens, documents, valid))
+        state, kv = self.begin(tokens)
+        ctx = self.context(tokens, state[0].dtype, documents, valid)
+        state, _, auxiliary = self.execute(0, self.config.depth, state, kv, ctx)
+        loss = self.output_loss(self.end(state), tokens, documents, valid)
+        return sum((aux / self.shard.ranks for aux in auxiliary), loss)
 
     def context(
         self,
@@ -159,12 +192,6 @@ class Decoder(SublayerLoop):
         """The context that all sublayers share. It depends on the tokens' shape and device, not on their ids."""
         positions, mask = locate(tokens, documents, valid, cache)
         return make_context(self.config, positions, mask, cache, dtype=dtype)
-
-    def segments(self, state: State, ctx: Context) -> tuple[State, list[Tensor]]:
-        """Run all sublayers from the first state; return the state before the output and the auxiliary losses."""
-        kv = self.kv_mixers.begin() if isinstance(self.kv_mixers, KVStack) else ()
-        state, _, losses = self.execute(0, self.config.depth, state, kv, ctx)
-        return state, losses
 
 
 def make_sublayer(config: DecoderConfig, index: int) -> nn.Module:
@@ -200,24 +227,37 @@ def empty_decoder(config: DecoderConfig) -> Decoder:
     return model
 
 
-def next_token_losses(
-    logits: Tensor, tokens: Tensor, documents: Tensor | None = None, valid: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Loss [B, T−1] of each token given those before it, and its weight: 0 across documents and at padding."""
-    target = tokens[:, 1:]
-    losses = nn.functional.cross_entropy(ops.wide(logits[:, :-1]).flatten(0, 1), target.flatten(), reduction="none")
-    counts = torch.ones_like(target, dtype=torch.bool)
+def targets_of(tokens: Tensor, documents: Tensor | None, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The next token of each but the last, and whether it counts, both [B, T−1]."""
+    counts = torch.ones_like(tokens[:, 1:], dtype=torch.bool)
     if documents is not None:
         counts &= documents[:, 1:] == documents[:, :-1]
     if valid is not None:
         counts &= valid[:, 1:].bool() & valid[:, :-1].bool()
-    return losses.view_as(target) * counts, counts
+    return tokens[:, 1:], counts
 
 
-def mean_loss(logits: Tensor, tokens: Tensor, documents: Tensor | None, valid: Tensor | None) -> Tensor:
-    """The mean of `next_token_losses` over the tokens that count."""
-    losses, counts = next_token_losses(logits, tokens, documents, valid)
-    return losses.sum() / counts.sum().clamp(min=1)
+def next_token_losses(
+    logits: Tensor, tokens: Tensor, documents: Tensor | None = None, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Loss [B, T−1] of each token given those before it, and its weight: 0 across documents and at padding."""
+    target, counts = targets_of(tokens, documents, valid)
+    return losses_of(logits[:, :-1], target) * counts, counts
+
+
+def losses_of(logits: Tensor, target: Tensor) -> Tensor:
+    losses = nn.functional.cross_entropy(ops.wide(logits).flatten(0, 1), target.flatten(), reduction="none")
+    return losses.view_as(target)
+
+
+def mean_loss(
+    logits: Tensor, tokens: Tensor, documents: Tensor | None, valid: Tensor | None, shard: WholeSequence = WHOLE
+) -> Tensor:
+    """The mean of `next_token_losses` over the tokens that count: the part of it that this process's tokens add."""
+    target, counts = targets_of(tokens, documents, valid)
+    number = counts.sum().clamp(min=1)
+    target, counts = (shard.own(values, tokens.shape[1]) for values in (target, counts))
+    return (losses_of(logits[:, : target.shape[1]], target) * counts).sum() / number
 
 
 def checked_tokens(tokens: Tensor, vocabulary: int) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from depthmix import ops
 from depthmix.mechanisms import KVStack, State
 from depthmix.models.config import DecoderConfig
-from depthmix.models.context import locate_shape, make_context
-from depthmix.models.decoder import SublayerLoop, checked_tokens, make_mixers, make_sublayer, mean_loss
+from depthmix.models.context import Cache, locate, locate_shape, make_context
+from depthmix.models.decoder import SublayerLoop, make_mixers, make_sublayer
 from depthmix.models.norm import RMSNorm
 
 
@@ -44,7 +44,8 @@ class Segment(SublayerLoop):
                 f"segment lo={lo!r}, hi={hi!r}; expected 0 <= lo < hi <= {config.depth}, the number of executions of "
                 "sublayers (attention and MLP count separately, a looped layer each time)"
             )
-        self.lo, self.hi, self.is_last = lo, hi, hi == config.depth
+        self.lo, self.hi, self.is_first, self.is_last = lo, hi, lo == 0, hi == config.depth
+        self.first_slot = (lo + 1) // 2
         self.adds_loss = config.moe is not None and config.moe.balance == "loss"
         tied = config.tie_embeddings
         self.embed = nn.Embedding(config.vocab_size, config.dim) if lo == 0 or (self.is_last and tied) else None
@@ -54,7 +55,7 @@ class Segment(SublayerLoop):
         self.depth, self.kv_mixers = depth.slice(lo, hi), nn.ModuleList()
         self.kv_shapes: dict[int, tuple[tuple[int, ...], ...]] = {lo: (), hi: ()}
         if isinstance(kv_mixers, KVStack):
-            below = {index: (index + 1) // 2 for index in (lo, hi)}  # executions of attention
+            below = {index: (index + 1) // 2 for index in (lo, hi)}  # number of executions of attention
             self.kv_shapes = {index: kv_mixers.spec(count).shapes for index, count in below.items()}
             if below[lo] < below[hi]:
                 self.kv_mixers = kv_mixers.slice(below[lo], below[hi])
@@ -79,35 +80,66 @@ class Segment(SublayerLoop):
             documents, valid: as in `Decoder.forward`; every segment needs them.
             tokens: [B, T], used by the last segment only: its result is then that of `Decoder.loss`.
         """
+        return tuple(dense(t) for t in self.advance(*inputs, documents=documents, valid=valid, tokens=tokens))
+
+    def advance(
+        self,
+        *inputs: Tensor,
+        documents: Tensor | None = None,
+        valid: Tensor | None = None,
+        tokens: Tensor | None = None,
+        length: int | None = None,
+        cache: Cache | None = None,
+    ) -> State:
+        """`forward` without copies: tensors that only pass through are returned as they are.
+
+        Args:
+            inputs, documents, valid, tokens: as in `forward`.
+            length: number of tokens in a row, where `inputs` hold a share of them; by default as many as they hold.
+            cache: keys and values of earlier tokens, of this segment's attention layers only. The last segment then
+                returns the final hidden states before the norm, for `output`.
+        """
         state, kv, total = self.unpack(inputs)
-        positions, mask = locate_shape(state[0].shape[:2], state[0].device, documents, valid)
-        ctx = make_context(self.config, positions, mask, dtype=state[0].dtype)
+        first = state[0]
+        shape = torch.Size((first.shape[0], first.shape[1] if length is None else length))
+        if cache is None:
+            positions, mask = locate_shape(shape, first.device, documents, valid)
+        else:
+            positions, mask = locate(torch.empty(shape, dtype=torch.int64, device=first.device), None, valid, cache)
+        ctx = make_context(self.config, positions, mask, cache, dtype=first.dtype)
         state, kv, losses = self.execute(self.lo, self.hi, state, kv, ctx)
         total = sum(losses, total)
-        if self.norm is None:
+        if not self.is_last:
             passed = (*state[: self.depth.spec(self.hi).essential], *kv)
+        elif tokens is not None:
+            return (self.output_loss(self.end(state), tokens, documents, valid) + total[0] / self.shard.ranks,)
+        elif cache is not None:
+            return (self.end(state),)
         else:
-            h = self.norm(self.depth.end(state))
-            if tokens is not None:
-                return (mean_loss(self.logits(h), tokens, documents, valid) + total[0],)
-            passed = (h,)
-        return tuple(dense(tensor) for tensor in ((*passed, total) if self.adds_loss else passed))
+            passed = (self.normed(self.end(state)),)
+        return (*passed, total) if self.adds_loss else passed
 
     def unpack(self, inputs: State) -> tuple[State, State, Tensor]:
         """The stream's state, that of the value mixers, and the sum of the auxiliary losses."""
         essential, values = self.depth.spec(self.lo).essential, len(self.kv_shapes[self.lo])
-        want = 1 if self.lo == 0 else essential + values + self.adds_loss
+        want = 1 if self.is_first else essential + values + self.adds_loss
         if len(inputs) != want:
-            source = "the tokens" if self.lo == 0 else f"what the segment that ends at {self.lo} returns"
+            source = "the tokens" if self.is_first else f"what the segment that ends at {self.lo} returns"
             raise ValueError(f"segment {self.lo} to {self.hi - 1} got {len(inputs)} tensors; expected {want}: {source}")
-        if self.lo == 0:
-            state = self.depth.begin(self.embed(checked_tokens(inputs[0], self.config.vocab_size)))
-            kv = self.kv_mixers.begin() if isinstance(self.kv_mixers, KVStack) else ()
+        if self.is_first:
+            state, kv = self.begin(inputs[0])
         else:
             state, kv = inputs[:essential], inputs[essential : essential + values]
-        if self.adds_loss and self.lo:
+        if self.adds_loss and not self.is_first:
             return state, kv, inputs[-1]
         return state, kv, state[0].new_zeros(1, dtype=ops.accumulator(state[0].dtype))
+
+    def used_repeatedly(self) -> list[nn.Parameter]:
+        """Parameters that take part at several depths: all mixers', and those of sublayers that run more than once."""
+        runs = [2 * self.layer_order[i // 2] + i % 2 for i in range(self.lo, self.hi)]
+        repeated = [self.sublayers[i] for i in sorted(set(runs)) if runs.count(i) > 1]
+        modules = (self.depth, self.kv_mixers, *repeated)
+        return [*dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad)]
 
     def shapes(self, index: int, batch: int, tokens: int) -> list[tuple[int, ...]]:
         """The shapes of the tensors that are passed on before execution `index`, which is `lo` or `hi`."""

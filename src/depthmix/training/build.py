@@ -17,9 +17,10 @@ from depthmix.mechanisms.record import with_records
 from depthmix.models import Decoder, count_parameters, load_model, save_model
 from depthmix.models.decoder import empty_decoder
 from depthmix.models.io import refuse_functions
+from depthmix.parallel import ranks
 from depthmix.support.checks import check_device, check_memory, user_path
 from depthmix.support.files import format_of, parse_toml, read_object, read_text, seed_of
-from depthmix.training import checkpoint, ranks
+from depthmix.training import checkpoint
 from depthmix.training.config import RESTORE, DataConfig, TrainConfig
 
 RESULT_AGAIN = "Remove it, and `depthmix train` creates it again from the newest checkpoint"

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from depthmix.mechanisms.record import is_record
+from depthmix.parallel import ranks
 from depthmix.support.files import flush, read_json
-from depthmix.training import ranks
 from depthmix.training.manifest import STATE, list_checkpoints, newest_intact, path_of, step_of, write_manifest
 
 PART = ".part"  # suffix of a checkpoint that is being written

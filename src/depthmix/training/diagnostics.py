@@ -17,8 +17,8 @@ from torch import Tensor
 
 from depthmix.analysis import Magnitudes, Trace, effective_rank, measuring, tracing
 from depthmix.models import Decoder, DecoderConfig
+from depthmix.parallel import ranks
 from depthmix.support.files import replacing
-from depthmix.training import ranks
 from depthmix.training.build import disk_errors
 
 PROBE = (2, 64)  # rows and tokens of the fixed batch

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from depthmix.parallel import ranks
 from depthmix.support.checks import check_device
-from depthmix.training import ranks
 from depthmix.training.config import TrainConfig
 from depthmix.training.flops import flops_per_token
 from depthmix.training.precision import check_precision

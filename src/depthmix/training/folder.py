@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.models.io import check_weights
+from depthmix.parallel import ranks
 from depthmix.support.checks import check_fields
 from depthmix.support.files import format_of, lock, parse_toml, read_object, read_text, write_text
-from depthmix.training import ranks
 from depthmix.training.build import RESULT_AGAIN, read_config
 from depthmix.training.config import RESTORE, TrainConfig
 from depthmix.training.identity import difference, digest_of

@@ -15,9 +15,10 @@ import torch
 
 from depthmix.data import Batches
 from depthmix.models import Decoder, count_parameters, update_balance
+from depthmix.parallel import ranks
 from depthmix.support.checks import check_device
 from depthmix.support.files import FORMAT, seed_of
-from depthmix.training import diagnostics, ranks
+from depthmix.training import diagnostics
 from depthmix.training.bad_loss import WINDOW, check_loss, skip_or_stop
 from depthmix.training.build import check_outside_source, export, initial_model, open_corpus
 from depthmix.training.config import TrainConfig

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from depthmix.data import Corpus, validation_batches
-from depthmix.training import bad_loss, diagnostics, ranks
+from depthmix.parallel import ranks
+from depthmix.training import bad_loss, diagnostics
 from depthmix.training.config import TrainConfig
 from depthmix.training.precision import autocast
 from depthmix.training.run import Run
