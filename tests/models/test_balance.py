@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # here, so that the server of the ranks imports it once for both
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from depthmix.models import Decoder, DecoderConfig, MoEConfig
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.parallel import ranks
+from depthmix.parallel.wrap import shard
 
 RANKS = 2
 LONGEST = timedelta(minutes=2)  # that one rank waits for the other
@@ -54,10 +56,13 @@ def learned(model: Decoder, rows: list[Tensor]) -> dict[str, Tensor]:
         one = model.loss(part) / len(rows)
         one.backward()
         loss = loss + one.detach()
-    ranks.sum_expert_load(model)
+    loads = {f"load {i}": m.load for i, m in enumerate(experts_of(model)) if m.load is not None}
+    if dist.is_initialized():
+        for tensor in (loss, *loads.values()):
+            dist.all_reduce(tensor)
+        loss /= RANKS
     grads = {name: ranks.full_tensor(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    loads = {f"load {i}": m.load.double() for i, m in enumerate(experts_of(model)) if m.load is not None}
-    return {"loss": ranks.mean(loss), **grads, **loads}
+    return {"loss": loss, **grads, **{name: load.double() for name, load in loads.items()}}
 
 
 def one_rank(rank: int, folder: str) -> None:
@@ -67,9 +72,11 @@ def one_rank(rank: int, folder: str) -> None:
     cases = [*itertools.product(SETTINGS, BOUND)]
     alone = [learned(make(*setting, dtype), [rows_of(r) for r in range(RANKS)]) for setting, dtype in cases]
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS, timeout=LONGEST)
+    mesh = init_device_mesh("cpu", (RANKS,))
     found = []
     for ((setting, dtype), expected), every in itertools.product(zip(cases, alone, strict=True), (None, 3)):
-        model = ranks.shard(make(*setting, dtype))
+        model = make(*setting, dtype)
+        shard(model, model, mesh, bfloat16=False)
         model.checkpoint_every = every
         mine = learned(model, [rows_of(rank)])
         wrong = {name: float((mine[name] - x).norm() / x.norm()) for name, x in expected.items()}

@@ -93,6 +93,8 @@ class PreallocatedCache:
         capacity: number of columns, for tokens and their padding.
         dtype: dtype of keys and values, that of the model's parameters.
         device: device of the model.
+        kv_heads: key-value heads of this process; None: all.
+        slots: executions of attention layers on this process; None: all.
     """
 
     def __init__(
@@ -103,6 +105,8 @@ class PreallocatedCache:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        kv_heads: int | None = None,
+        slots: int | None = None,
     ) -> None:
         for name, value in (("batch", batch), ("capacity", capacity)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -110,14 +114,14 @@ class PreallocatedCache:
         if not dtype.is_floating_point:
             raise ValueError(f"dtype={dtype}; expected a floating-point dtype, that of the model")
         self.batch, self.capacity = batch, capacity
-        self.shape = (batch, config.num_kv_heads, capacity, config.width)
-        slots = range(len(config.layer_order))
-        size = 2 * len(slots) * math.prod(self.shape) * dtype.itemsize
+        self.shape = (batch, config.num_kv_heads if kv_heads is None else kv_heads, capacity, config.width)
+        layers = range(len(config.layer_order) if slots is None else slots)
+        size = 2 * len(layers) * math.prod(self.shape) * dtype.itemsize
         check_memory(
             f"keys and values of batch={batch} × capacity={capacity}", size, "Use a smaller batch or fewer tokens"
         )
-        self.keys = [torch.zeros(self.shape, dtype=dtype, device=device) for _ in slots]
-        self.values = [torch.zeros(self.shape, dtype=dtype, device=device) for _ in slots]
+        self.keys = [torch.zeros(self.shape, dtype=dtype, device=device) for _ in layers]
+        self.values = [torch.zeros(self.shape, dtype=dtype, device=device) for _ in layers]
         self.valid = torch.zeros(batch, capacity, dtype=torch.bool, device=device)
         self.filled = torch.zeros((), dtype=torch.int64, device=device)  # columns in use
         self.count = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # tokens without padding

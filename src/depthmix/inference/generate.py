@@ -17,6 +17,7 @@ from torch import Tensor
 from depthmix.inference.cache import DynamicCache, PreallocatedCache, check_batch
 from depthmix.inference.prefill import prefill, prefill_chunk
 from depthmix.models import Decoder
+from depthmix.models.shard import WHOLE
 from depthmix.support.files import seed_of
 
 Prompts = Sequence[Sequence[int]] | Tensor
@@ -77,7 +78,7 @@ def stream(
         compiled: run the decode step under `torch.compile`: one graph for all steps, kept per model and cache shape.
     """
     check_sampling(max_new_tokens, temperature, top_k, top_p, chunk)
-    tokens, valid = pad_prompts(prompts, model.config.vocab_size, model.embed.weight.device)
+    tokens, valid = pad_prompts(prompts, model.config.vocab_size, next(model.parameters()).device)
     seeds = row_seeds(seed, len(tokens))
     stops = stop_ids(stop, model.config.vocab_size)
     kv_cache = make_cache(model, cache, compiled, len(tokens), tokens.shape[1] + max(0, max_new_tokens - 1))
@@ -109,7 +110,7 @@ def run(
         if i:
             with evaluating(model):
                 logits = step(model, new[:, None], cache)
-        new = draw(logits[:, -1])
+        new = model.shard.agree(draw(logits[:, -1]))
         ids: list[int] = new.tolist()
         running = [alive and token not in stops for alive, token in zip(running, ids, strict=True)]
         if not any(running):
@@ -124,6 +125,8 @@ def decode(model: Decoder, tokens: Tensor, cache: AnyCache) -> Tensor:
 
 def compiled_step(model: Decoder, cache: AnyCache) -> Callable[..., Tensor]:
     """`decode`, compiled for this model and cache shape."""
+    if not isinstance(model, Decoder) or model.shard is not WHOLE:
+        raise ValueError("compiled=True with a model on several processes; expected compiled=False")
     if not isinstance(cache, PreallocatedCache):
         raise ValueError(
             f"compiled=True with a {type(cache).__name__}; expected a preallocated cache, which one graph can use"
@@ -220,12 +223,20 @@ def pad_prompts(prompts: Prompts, vocabulary: int, device: torch.device) -> tupl
 
 def make_cache(model: Decoder, cache: str | AnyCache | None, compiled: bool, batch: int, columns: int) -> AnyCache:
     cache = cache if cache is not None else "preallocated" if compiled else "dynamic"
-    weight = model.embed.weight
+    weight = next(model.parameters())
     if cache == "dynamic":
         return DynamicCache()
     if cache == "preallocated":
         capacity = -(-columns // CAPACITY_STEP) * CAPACITY_STEP
-        return PreallocatedCache(model.config, batch, capacity, dtype=weight.dtype, device=weight.device)
+        return PreallocatedCache(
+            model.config,
+            batch,
+            capacity,
+            dtype=weight.dtype,
+            device=weight.device,
+            kv_heads=model.config.num_kv_heads // model.shard.ranks,
+            slots=model.slots,
+        )
     if not isinstance(cache, (DynamicCache, PreallocatedCache)):
         raise ValueError(f"cache={cache!r}; expected 'dynamic', 'preallocated', or a cache object")
     check_batch(batch, cache.batch)

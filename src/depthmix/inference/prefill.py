@@ -27,7 +27,7 @@ def bytes_per_token(model: Decoder) -> int:
     Measured in a pass over a few tokens, once per model, dtype and device. For every mechanism the memory is
     proportional to the number of tokens.
     """
-    weight = model.embed.weight
+    weight = next(model.parameters())
     known, key = measured.setdefault(model, {}), (weight.dtype, weight.device)
     if key not in known:
         known[key] = measure(model)
@@ -36,12 +36,10 @@ def bytes_per_token(model: Decoder) -> int:
 
 @torch.no_grad()
 def measure(model: Decoder) -> int:
-    tokens = torch.zeros(1, PROBE, dtype=torch.int64, device=model.embed.weight.device)
+    tokens = torch.zeros(1, PROBE, dtype=torch.int64, device=next(model.parameters()).device)
     with LiveBytes() as live:
-        state, kv = model.begin(tokens)
-        ctx = model.context(tokens, state[0].dtype)
-        model.end(model.execute(0, model.config.depth, state, kv, ctx)[0])
-    return -(-live.peak // PROBE)
+        model.hidden(tokens)
+    return -(-model.shard.largest(live.peak) // PROBE)
 
 
 def prefill_chunk(
@@ -62,7 +60,7 @@ def prefill_chunk(
     limit = parse_bytes("memory", memory)
     activations = batch * bytes_per_token(model)
     masks = mask_bytes(model, batch if padded else 1) * (before + tokens)  # per token of the last chunk
-    fixed = batch * model.config.vocab_size * model.embed.weight.dtype.itemsize  # logits of the last token
+    fixed = batch * model.config.vocab_size * next(model.parameters()).dtype.itemsize  # logits of the last token
     whole = activations + (masks if padded or before else 0)
     if fixed + tokens * whole <= limit:
         return tokens
@@ -78,7 +76,7 @@ def prefill_chunk(
 
 def mask_bytes(model: Decoder, masks: int) -> int:
     """Bytes of one column of a token's mask: a boolean kept for all layers, and a number inside attention."""
-    return masks * (2 + model.embed.weight.dtype.itemsize)
+    return masks * (2 + next(model.parameters()).dtype.itemsize)
 
 
 def prefill(model: Decoder, tokens: Tensor, valid: Tensor | None, cache: Any, chunk: int) -> Tensor:

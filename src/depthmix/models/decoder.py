@@ -33,7 +33,8 @@ class SublayerLoop(Recorded):
     kv_mixers: KVStack | nn.ModuleList
     norm: RMSNorm | None
     head: nn.Linear | None
-    first_slot = 0  # of the caches: the number of executions of attention before this part
+    first_slot = 0  # the number of executions of attention before this part
+    slots: int | None = None  # that of this part, for a cache; None: all
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -54,6 +55,10 @@ class SublayerLoop(Recorded):
             return {"kv_mixer": None}
         config, sizes = self.config.mixers()["kv_mixer"]
         return {"kv_mixer": self.config.kv_mixer.name, **config.function(**sizes)}
+
+    def all_sublayers(self) -> list[nn.Module]:
+        """The sublayers of this part, each once."""
+        return [*(self.sublayers.values() if isinstance(self.sublayers, nn.ModuleDict) else self.sublayers)]
 
     def execute(self, lo: int, hi: int, state: State, kv: State, ctx: Context) -> tuple[State, State, list[Tensor]]:
         """`segment`, with activation checkpointing if `checkpoint_every` is set."""
@@ -168,18 +173,27 @@ class Decoder(SublayerLoop):
             cache: keys and values of earlier tokens, from `depthmix.inference`; these tokens are appended to it.
             last_only: return only the logits of the last token, [B, 1, V].
         """
-        state, kv = self.begin(tokens)
-        ctx = self.context(tokens, state[0].dtype, documents, valid, cache)
-        state, _, _ = self.execute(0, self.config.depth, state, kv, ctx)
-        return self.output(self.end(state), tokens.shape[1], last_only)
+        h, _ = self.hidden(tokens, documents, valid, cache)
+        return self.output(h, tokens.shape[1], last_only)
 
     def loss(self, tokens: Tensor, *, documents: Tensor | None = None, valid: Tensor | None = None) -> Tensor:
         """Mean next-token loss within each document, plus the auxiliary losses of the sublayers."""
-        state, kv = self.begin(tokens)
-        ctx = self.context(tokens, state[0].dtype, documents, valid)
-        state, _, auxiliary = self.execute(0, self.config.depth, state, kv, ctx)
-        loss = self.output_loss(self.end(state), tokens, documents, valid)
+        h, auxiliary = self.hidden(tokens, documents, valid)
+        loss = self.output_loss(h, tokens, documents, valid)
         return sum((aux / self.shard.ranks for aux in auxiliary), loss)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        documents: Tensor | None = None,
+        valid: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """What the final norm reads, and the auxiliary losses. The arguments are those of `forward`."""
+        state, kv = self.begin(tokens)
+        ctx = self.context(tokens, state[0].dtype, documents, valid, cache)
+        state, _, auxiliary = self.execute(0, self.config.depth, state, kv, ctx)
+        return self.end(state), auxiliary
 
     def context(
         self,

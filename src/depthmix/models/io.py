@@ -104,6 +104,14 @@ def load_into(
     config = read_config(folder, functions)
     with torch.device("meta"):
         model = build(config)
+    fill(model, folder, device, dtype)
+    return model.eval()
+
+
+def fill(
+    model: SublayerLoop, folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> None:
+    """Give a decoder or a segment the weights in `folder`, in place of its own."""
     expected = model.state_dict()
     tensors, _ = read_tensors(folder / WEIGHTS, AGAIN, expected if isinstance(model, Segment) else None)
     check_tensors(folder / WEIGHTS, tensors, expected)
@@ -117,7 +125,6 @@ def load_into(
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:  # counters, which are not saved
                 setattr(module, name, torch.zeros_like(buffer, device=device))
-    return model.eval()
 
 
 def check_weights(folder: Path) -> None:

@@ -59,7 +59,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, h: Tensor, kv: State, ctx: Context) -> tuple[Tensor, State, Tensor | None]:
         x = self.norm(h)
         y, aux = self.experts(x.flatten(0, -2))
-        y = y.view(h.shape)
+        y = y.view(x.shape)
         if self.shared is not None:
             y = y + self.shared(x)
         return y.to(h.dtype), kv, aux

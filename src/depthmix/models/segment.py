@@ -46,6 +46,7 @@ class Segment(SublayerLoop):
             )
         self.lo, self.hi, self.is_first, self.is_last = lo, hi, lo == 0, hi == config.depth
         self.first_slot = (lo + 1) // 2
+        self.slots = (hi + 1) // 2 - self.first_slot
         self.adds_loss = config.moe is not None and config.moe.balance == "loss"
         tied = config.tie_embeddings
         self.embed = nn.Embedding(config.vocab_size, config.dim) if lo == 0 or (self.is_last and tied) else None
@@ -90,14 +91,15 @@ class Segment(SublayerLoop):
         tokens: Tensor | None = None,
         length: int | None = None,
         cache: Cache | None = None,
+        hidden: bool = False,
     ) -> State:
         """`forward` without copies: tensors that only pass through are returned as they are.
 
         Args:
             inputs, documents, valid, tokens: as in `forward`.
             length: number of tokens in a row, where `inputs` hold a share of them; by default as many as they hold.
-            cache: keys and values of earlier tokens, of this segment's attention layers only. The last segment then
-                returns the final hidden states before the norm, for `output`.
+            cache: keys and values of earlier tokens, of this segment's attention layers only.
+            hidden: whether the last segment returns what its norm reads, for `output`.
         """
         state, kv, total = self.unpack(inputs)
         first = state[0]
@@ -113,7 +115,7 @@ class Segment(SublayerLoop):
             passed = (*state[: self.depth.spec(self.hi).essential], *kv)
         elif tokens is not None:
             return (self.output_loss(self.end(state), tokens, documents, valid) + total[0] / self.shard.ranks,)
-        elif cache is not None:
+        elif hidden:
             return (self.end(state),)
         else:
             passed = (self.normed(self.end(state)),)
@@ -143,9 +145,10 @@ class Segment(SublayerLoop):
 
     def shapes(self, index: int, batch: int, tokens: int) -> list[tuple[int, ...]]:
         """The shapes of the tensors that are passed on before execution `index`, which is `lo` or `hi`."""
-        spec = self.depth.spec(index)
-        stream = [(batch, tokens, *shape) for shape in spec.shapes[: spec.essential]]
-        values = [(batch, self.config.num_kv_heads, tokens, *shape) for shape in self.kv_shapes[index]]
+        spec, ranks = self.depth.spec(index), self.shard.ranks
+        share, heads = -(-tokens // ranks), self.config.num_kv_heads // ranks
+        stream = [(batch, share, *shape) for shape in spec.shapes[: spec.essential]]
+        values = [(batch, heads, tokens, *shape) for shape in self.kv_shapes[index]]
         return [*stream, *values, *([(1,)] if self.adds_loss else [])]
 
     def logits(self, h: Tensor) -> Tensor:

@@ -31,6 +31,10 @@ class WholeSequence:
         """Tokens that were drawn on every process, made equal on all."""
         return tokens
 
+    def largest(self, number: int) -> int:
+        """The largest of a number over all processes."""
+        return number
+
     def parameters(self, *modules: nn.Module | None) -> AbstractContextManager[None]:
         """While open, the parameters of these modules are plain tensors."""
         return nullcontext()
