@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from depthmix.parallel.decoder_plan import decoder_plan
 from depthmix.parallel.plan import Plan, make_plan
 from depthmix.parallel.store import Store
 from depthmix.parallel.transport import Transport
@@ -11,7 +12,16 @@ if TYPE_CHECKING:
     from depthmix.parallel.pipeline import Pipeline, stages
     from depthmix.parallel.stage import CachedStage
 
-__all__ = ["CachedStage", "Pipeline", "Plan", "Store", "Transport", "make_plan", "stages"]
+__all__ = [
+    "CachedStage",
+    "Pipeline",
+    "Plan",
+    "Store",
+    "Transport",
+    "decoder_plan",
+    "make_plan",
+    "stages",
+]
 
 LATER = {"CachedStage": "stage", "Pipeline": "pipeline", "stages": "pipeline"}  # torch's pipelines take a second
 

@@ -28,9 +28,17 @@ def number_states(
     dtype: torch.dtype,
     values: KVStack | None,
     attention: Sequence[int],
-    kv_heads: int,
+    heads_shape: tuple[int, ...],
+    appended: Sequence[Meta] = (),
 ) -> tuple[tuple[Ids, ...], tuple[Meta, ...]]:
-    """The numbers of the tensors of the state before each stage, and what they are."""
+    """The numbers of the tensors of the state before each stage, and what they are.
+
+    Args:
+        stack, bounds, shape, dtype: as in `Plan`.
+        values, attention: the value mixers and the sublayers in which they mix.
+        heads_shape: shape of the keys and values of a micro-batch, if there are value mixers.
+        appended: tensors behind the mixers' state that every stage makes anew, such as running sums.
+    """
     seen: dict[int, tuple[int, Tensor]] = {}  # the tensors are kept, so that no address is used twice
 
     def numbers(state: State) -> Ids:
@@ -46,13 +54,12 @@ def number_states(
             for i in range(lo, hi):
                 h, carry = mixers[i].read(state)
                 if value_mixers is not None and i in attention:
-                    heads = [
-                        torch.empty(*shape[:-1], kv_heads, shape[-1], value_mixers.head_dim, dtype=dtype) for _ in "qkv"
-                    ]
-                    _, kv = value_mixers[attention.index(i)].mix(heads[0], heads[1], heads[2], kv)
+                    q, k, v = (torch.empty(heads_shape, dtype=dtype) for _ in range(3))
+                    _, kv = value_mixers[attention.index(i)].mix(q, k, v, kv)
                 state = mixers[i].write(state, carry, torch.empty_like(h))
             state = state[: stack.spec(hi).essential]  # the next stage makes derived tensors again
-            states.append(numbers((*state, *kv)) if hi < stack.depth else ())
+            added = [torch.empty(meta_shape, dtype=meta_dtype) for meta_shape, meta_dtype in appended]
+            states.append(numbers((*state, *kv, *added)) if hi < stack.depth else ())
     return tuple(states), tuple((tuple(tensor.shape), tensor.dtype) for _, tensor in seen.values())
 
 

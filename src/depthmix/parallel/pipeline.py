@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from depthmix.mechanisms import DepthStack, KVStack
+from depthmix.parallel.network import NetworkSegment
 from depthmix.parallel.plan import Plan
+from depthmix.parallel.scheduled import ScheduledStages, cached_stages, pipeline_rank
 from depthmix.parallel.schedules import check_schedule
-from depthmix.parallel.segment import Segment
 from depthmix.parallel.stage import CachedStage
-from depthmix.parallel.store import Store
+from depthmix.parallel.stage_module import StageModule
 
 
 def stages(
@@ -55,33 +56,19 @@ def stages(
     for i, (_, sublayer) in enumerate(pairs):
         if not isinstance(sublayer, nn.Module):
             raise TypeError(f"sublayer {i} is a {type(sublayer).__name__}; expected an nn.Module")
-    transport = plan.transport(cache)
-    options: dict[str, Any] = {"transport": transport, "embed": embed, "head": head, "values": values}
     modules = [sublayer for _, sublayer in pairs]
-    segments = [Segment(plan, s, stack, modules, recompute=recompute, **options) for s in range(plan.count)]
-    check_not_shared(plan, segments)
-    if torch.__version__ < "2.13":
-        raise RuntimeError(
-            f"torch {torch.__version__}; pipelines extend the PipelineStage of torch 2.13: upgrade torch"
-        )
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "no process group; call torch.distributed.init_process_group first, in processes that torchrun started"
-        )
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    if world != plan.ranks:
-        raise ValueError(
-            f"the plan is for {plan.ranks} ranks; the process group has {world}. Make it with ranks={world}"
-        )
-    store = Store(transport.readers(rank, plan.rank_of))
-    return [
-        CachedStage(segments[s], s, plan, transport, store, torch.device(device), group)
-        for s in range(plan.count)
-        if plan.rank_of[s] == rank
+    options: dict[str, Any] = {"embed": embed, "head": head, "values": values, "recompute": recompute}
+    parts = [
+        NetworkSegment(stack, modules, lo, hi, attention=plan.attention, **options)
+        for lo, hi in itertools.pairwise(plan.bounds)
     ]
+    check_not_shared(plan, parts)
+    rank = pipeline_rank(plan, group)
+    own = [StageModule(part, s, plan, cache) for s, part in enumerate(parts) if plan.rank_of[s] == rank]
+    return cached_stages(own, plan, device, group)
 
 
-class Pipeline:
+class Pipeline(ScheduledStages):
     """A network cut into stages, trained by a schedule of torch.distributed.pipelining.
 
     Args:
@@ -104,16 +91,7 @@ class Pipeline:
         **options: Any,
     ) -> None:
         check_schedule(schedule, plan, microbatches)
-        self.plan, self.microbatches = plan, microbatches
-        self.stages = stages(stack, sublayers, plan=plan, **options)
-        make: Any = get_schedule_class(schedule)
-        # The loss is scaled and not the gradients: torch would divide twice what two stages of a rank share.
-        self.schedule = make(
-            self.stages[0] if issubclass(make, PipelineScheduleSingle) else self.stages,
-            n_microbatches=microbatches,
-            loss_fn=lambda output, target: loss(output, target) / microbatches,
-            scale_grads=False,
-        )
+        super().__init__(stages(stack, sublayers, plan=plan, **options), plan, loss, schedule, microbatches)
 
     def step(self, x: Tensor, target: Tensor, **shared: Any) -> Tensor | None:
         """Forward and backward of a batch: adds to the gradients of this rank's parameters.
@@ -122,45 +100,9 @@ class Pipeline:
         every sublayer, its tensors split by rows as the batch is. Returns the mean loss where the last stage is, None
         on other ranks.
         """
-        rows = self.plan.shape[0] * self.microbatches
-        for name, tensor in (("x", x), ("target", target)):
-            if len(tensor) != rows:
-                raise ValueError(
-                    f"{name} has {len(tensor)} rows; expected {rows}: {self.microbatches} micro-batches of "
-                    f"{self.plan.shape[0]}, as in the plan"
-                )
-        losses: list[Tensor] = []
-        is_first, is_last = (any(getattr(stage, end) for stage in self.stages) for end in ("is_first", "is_last"))
-        given: dict[str, Any] = {"target": target, "losses": losses} if is_last else {}
-        self.schedule.step(*([x] if is_first else []), return_outputs=False, **given, **shared)
-        if entries := len(self.store):
-            raise RuntimeError(f"{entries} entries are left in the store after a step; expected none")
-        return torch.stack(losses).sum().detach() if is_last else None
-
-    @property
-    def store(self) -> Store:
-        """What this rank keeps for its stages; empty between steps."""
-        return self.stages[0].store
-
-    def modules(self) -> list[nn.Module]:
-        """The modules of this rank's stages."""
-        return [stage.submod for stage in self.stages]
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank, each once, under the names that they have in the whole network."""
-        seen: set[int] = set()
-        for module in self.modules():
-            for name, parameter in module.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for _, parameter in self.named_parameters())
-
-    def sent_bytes(self) -> dict[str, int]:
-        """Bytes that this rank has sent so far, forward and backward."""
-        return {way: sum(stage.sent_bytes[way] for stage in self.stages) for way in ("forward", "backward")}
+        self.check_rows("x", x)
+        self.check_rows("target", target)
+        return self.run(x, target, backward=True, **shared)
 
 
 def check_fits(plan: Plan, stack: DepthStack, values: KVStack | None) -> None:
@@ -186,11 +128,11 @@ def check_fits(plan: Plan, stack: DepthStack, values: KVStack | None) -> None:
         )
 
 
-def check_not_shared(plan: Plan, segments: list[Segment]) -> None:
+def check_not_shared(plan: Plan, parts: list[NetworkSegment]) -> None:
     """Gradients of a parameter on two ranks would have to be summed after each step."""
     first: dict[int, tuple[str, int]] = {}
-    for segment, rank in zip(segments, plan.rank_of, strict=True):
-        for name, parameter in segment.named_parameters():
+    for part, rank in zip(parts, plan.rank_of, strict=True):
+        for name, parameter in part.named_parameters():
             other, home = first.setdefault(id(parameter), (name, rank))
             if home != rank:
                 raise ValueError(

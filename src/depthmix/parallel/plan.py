@@ -152,19 +152,13 @@ def make_plan(
         attention: the sublayers in which `values` mix; by default those of kind "attn".
         kv_heads: number of key-value heads, needed with `values`.
     """
-    check_option("placement", placement, Placement)
-    for name, number in (("ranks", ranks), ("virtual", virtual)):
-        check_option(name, number, int)
-        check_range(name, number, 1)
     if len(stack) != stack.depth:
         raise ValueError(f"the stack is a slice, sublayers {stack.lo} to {stack.hi - 1}; expected the whole stack")
-    if placement == "v" and virtual != 2:
-        raise ValueError(f"placement='v' with virtual={virtual}; expected virtual=2, as its schedules need, or 'loop'")
-    bounds = cut(stack.depth, ranks * virtual, sizes)
-    lap = [*range(ranks)]
-    rank_of = (*lap, *reversed(lap)) if placement == "v" else lap * virtual
+    rank_of = place(ranks, virtual, placement)
+    bounds = cut(stack.depth, len(rank_of), sizes)
     places = attention_places(stack, values, attention, kv_heads, shape)
-    states, tensors = number_states(stack, bounds, tuple(shape), dtype, values, places, kv_heads or 0)
+    heads = () if values is None or kv_heads is None else (*shape[:-1], kv_heads, shape[-1], values.head_dim)
+    states, tensors = number_states(stack, bounds, tuple(shape), dtype, values, places, heads)
     return Plan(
         name=stack.name,
         ranks=ranks,
@@ -172,11 +166,23 @@ def make_plan(
         shape=tuple(shape),
         dtype=dtype,
         bounds=bounds,
-        rank_of=tuple(rank_of),
+        rank_of=rank_of,
         states=states,
         tensors=tensors,
         attention=places,
     )
+
+
+def place(ranks: int, virtual: int, placement: Placement) -> tuple[int, ...]:
+    """The rank of each stage."""
+    check_option("placement", placement, Placement)
+    for name, number in (("ranks", ranks), ("virtual", virtual)):
+        check_option(name, number, int)
+        check_range(name, number, 1)
+    if placement == "v" and virtual != 2:
+        raise ValueError(f"placement='v' with virtual={virtual}; expected virtual=2, as its schedules need, or 'loop'")
+    lap = [*range(ranks)]
+    return (*lap, *reversed(lap)) if placement == "v" else (*lap * virtual,)
 
 
 def cut(depth: int, count: int, sizes: Sequence[int] | None) -> tuple[int, ...]:

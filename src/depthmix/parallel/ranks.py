@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-from depthmix.models import Decoder
-from depthmix.models.moe import MixtureOfExperts
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 
 def is_distributed() -> bool:
@@ -21,6 +21,9 @@ def is_distributed() -> bool:
 
 def rank() -> int:
     return dist.get_rank() if is_distributed() else 0
+
+
+met: list[bool] = []  # True once this process has been in a process group
 
 
 def main_process() -> bool:
@@ -38,25 +41,28 @@ def launched() -> int:
 
 
 @contextmanager
-def process_group(device: torch.device) -> Iterator[None]:
-    """Under torchrun, create the process group and destroy it at the end, unless it exists already."""
+def process_group(device: torch.device, timeout: int = 600) -> Iterator[None]:
+    """Under torchrun, create the process group and destroy it at the end, unless it exists already.
+
+    A rank that waits longer than `timeout` seconds for another one stops with an error.
+    """
     if launched() == 1 or dist.is_initialized():
         yield
         return
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    limit = timedelta(seconds=timeout)
+    store, own, size = next(rendezvous("env://", timeout=limit))
+    # torchrun keeps its store when it restarts the processes: without a prefix, a rank could read the address of one
+    # that has been killed.
+    store = PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=own, world_size=size, timeout=limit)
+    met.append(True)
     try:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def mean(value: Tensor) -> Tensor:
-    if is_distributed():
-        dist.all_reduce(value)
-        value /= dist.get_world_size()
-    return value
 
 
 def total(value: float) -> float:
@@ -65,6 +71,35 @@ def total(value: float) -> float:
     summed = torch.tensor(float(value), dtype=torch.float64)
     dist.all_reduce(summed)
     return float(summed)
+
+
+def agree(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The tensor of the first rank of a group, on all of them."""
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, group=group, group_src=0)
+    return tensor
+
+
+def largest(number: int, group: dist.ProcessGroup | None = None) -> int:
+    most = torch.tensor(number)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    return int(most)
+
+
+def own_device(device: torch.device) -> torch.device:
+    """The GPU of this process, where a device is "cuda" without a number."""
+    if device.type == "cuda" and device.index is None and launched() > 1:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device
+
+
+def from_first(work: Callable[[], Any]) -> Any:
+    """What the work gives on rank 0, on all ranks."""
+    if not is_distributed():
+        return work()
+    found = [work() if rank() == 0 else None]
+    dist.broadcast_object_list(found, 0)
+    return found[0]
 
 
 def first_then_others(work: Callable[[], Any]) -> Any:
@@ -82,27 +117,6 @@ def first_then_others(work: Callable[[], Any]) -> Any:
     return result if rank() == 0 else work()
 
 
-def shard(model: Decoder) -> Decoder:
-    """Apply FSDP2: one unit per sublayer, and a root unit with embedding, mixers and head."""
-    if not is_distributed():
-        return model
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
-    for sublayer in model.sublayers:
-        fully_shard(sublayer)
-    fully_shard(model)
-    register_fsdp_forward_method(model, "loss")
-    return model
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor; every rank must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def sum_expert_load(model: nn.Module) -> None:
-    """Sum the number of tokens of each expert over all ranks."""
-    if is_distributed():
-        for module in model.modules():
-            if isinstance(module, MixtureOfExperts) and module.load is not None:
-                dist.all_reduce(module.load)

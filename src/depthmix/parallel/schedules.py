@@ -17,6 +17,7 @@ class Rule:
     as_many_as_stages: bool = False
     in_rounds: bool = False
     other: str = ""  # what to use where the number of stages per rank does not fit
+    splits_backward: bool = False  # gradients of inputs first, those of weights later
 
 
 MANY = range(2, 2**20)
@@ -25,9 +26,11 @@ RULES = {
     "1F1B": Rule(range(1, 2), as_many_as_stages=True, other="Interleaved1F1B"),
     "Interleaved1F1B": Rule(MANY, in_rounds=True, other="1F1B"),
     "LoopedBFS": Rule(MANY, other="GPipe"),
-    "InterleavedZeroBubble": Rule(range(1, 2**20), in_rounds=True),
-    "ZBVZeroBubble": Rule(range(2, 3), placement="v", other="InterleavedZeroBubble"),
-    "DualPipeV": Rule(range(2, 3), placement="v", as_many_as_stages=True, other="InterleavedZeroBubble"),
+    "InterleavedZeroBubble": Rule(range(1, 2**20), in_rounds=True, splits_backward=True),
+    "ZBVZeroBubble": Rule(range(2, 3), placement="v", other="InterleavedZeroBubble", splits_backward=True),
+    "DualPipeV": Rule(
+        range(2, 3), placement="v", as_many_as_stages=True, other="InterleavedZeroBubble", splits_backward=True
+    ),
 }
 
 

@@ -11,42 +11,38 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_input
 
-from depthmix.parallel.plan import Plan
-from depthmix.parallel.segment import Segment
+from depthmix.parallel.stage_module import StageModule
 from depthmix.parallel.store import Store
-from depthmix.parallel.transport import Ids, Transport
+from depthmix.parallel.transport import Ids
 
 
 class CachedStage(PipelineStage):
-    """Stage `s` of a plan.
+    """A stage of a plan.
 
     To torch, only the wire is there: static metadata sizes its buffers. To autograd, what is taken from the store is an
     input like what arrives, and what is kept is an output like what is sent; so a tensor that only passes through needs
     no special case. Without a cache nothing is taken or kept.
     """
 
+    submod: StageModule
+
     def __init__(
-        self,
-        segment: Segment,
-        s: int,
-        plan: Plan,
-        transport: Transport,
-        store: Store,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
+        self, module: StageModule, store: Store, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> None:
+        s, plan, transport = module.index, module.plan, module.transport
+
         def examples(ids: Ids) -> tuple[Tensor, ...]:
             metas = [plan.tensors[n] for n in ids]
             return tuple(torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape, dtype in metas)
 
         anything = (torch.empty(0, device="meta"),)  # the model's own input and output do not travel
         super().__init__(
-            segment,
+            module,
             s,
             plan.count,
             device,
-            input_args=anything if segment.is_first else examples(transport.wire[s - 1]),
-            output_args=anything if segment.is_last else examples(transport.wire[s]),
+            input_args=anything if module.is_first else examples(transport.wire[s - 1]),
+            output_args=anything if module.is_last else examples(transport.wire[s]),
             group=group,
         )
         self.stage_index_to_group_rank = dict(enumerate(plan.rank_of))
@@ -59,6 +55,9 @@ class CachedStage(PipelineStage):
     def clear_runtime_states(self) -> None:
         super().clear_runtime_states()
         self.store.clear()  # after a step that failed; otherwise it is empty
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing to clean: metadata are static. With FSDP2 torch would drop the gradients found so far."""
 
     # Forward.
 
@@ -103,6 +102,8 @@ class CachedStage(PipelineStage):
         self.backward_of = None
 
     def backward_maybe_with_nosync(self, kind: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+        if kind != "full":
+            self.gather()
         if kind == "input":
             gradients, groups = self.input_gradients(**bwd_kwargs)
         else:
@@ -115,6 +116,23 @@ class CachedStage(PipelineStage):
             self.store.leave(n, self.backward_of, gradient)
         return gradients, groups
 
+    def get_local_bwd_output(self, batch: int) -> Any:
+        return super().get_local_bwd_output(batch) if self.has_backward else ()
+
+    def set_local_bwd_input(self, gradients: Any, batch: int) -> None:
+        if self.has_backward:  # a V-shaped schedule asks in an evaluation too
+            super().set_local_bwd_input(gradients, batch)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self.has_backward:
+            super().perform_reduce_grad(grad_scale_factor)
+
+    def gather(self) -> None:
+        """A split backward pass looks for the parameters that the forward pass used, which FSDP2 may have freed."""
+        for module in self.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+
     def input_gradients(self, stage_output: Any, output_grads: Any, input_values: list[Any]) -> tuple[Any, Any]:
         """The first half of a split backward pass (zero-bubble schedules): gradients of inputs and of mixers.
 
@@ -122,9 +140,11 @@ class CachedStage(PipelineStage):
         places it walks through all sublayers between, and frees what they saved, which their own weights still need.
         So parameters that are used at several depths count as inputs; only the sublayers' weights wait.
         """
-        if isinstance(self.submod, FSDPModule):
-            raise NotImplementedError("a zero-bubble schedule with FSDP inside a stage; use Interleaved1F1B")
-        early = self.submod.used_repeatedly()  # type: ignore[operator]
+        if isinstance(self.submod, FSDPModule):  # gradients are reduced once, after the last micro-batch
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
+        early = self.submod.part.used_repeatedly()
         apart = {id(p) for p in early}
         later = (p for p in self.submod.parameters() if id(p) not in apart)
         gradients, groups = stage_backward_input(stage_output, output_grads, [*input_values, *early], later)
