@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from depthmix.cli.train import TrainingProgress
+from depthmix.parallel.distributed import DistributedDecoder
 from depthmix.training import BadLoss, loop, train
 from depthmix.training.metrics import MetricsFile, read_metrics
 from depthmix.training.run import Run
@@ -31,17 +32,18 @@ def test_a_skipped_step_tells_the_loss_as_it_is(
     value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_run(tmp_path / "run", run__steps=3, run__on_bad_loss="skip")
-    plain, progress, events = loop.gradients, TrainingProgress(config, 1, lambda steps: 1.0 * steps), []
+    plain, progress, events = DistributedDecoder.backward, TrainingProgress(config, 1, lambda steps: 1.0 * steps), []
+    steps: list[float] = []
 
-    def second_is_bad(run: Run) -> float:
-        loss = plain(run)
-        return value if run.progress.step == 1 else loss
+    def second_is_bad(model: DistributedDecoder, batches: Any) -> float:
+        steps.append(plain(model, batches))
+        return value if len(steps) == 2 else steps[-1]
 
     def report(event: Any) -> None:
         events.append(event)
         progress.report(event)
 
-    monkeypatch.setattr(loop, "gradients", second_is_bad)
+    monkeypatch.setattr(DistributedDecoder, "backward", second_is_bad)
     train(config, report=report)
     assert f"step 2/3 skipped: the loss is {value}\n" in capsys.readouterr().err
     [event] = [event for event in events if event["kind"] == "skipped"]
@@ -55,22 +57,32 @@ def test_a_skipped_step_tells_the_loss_as_it_is(
 
 
 def test_a_norm_that_is_not_finite_is_told_with_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "clip", lambda model, limit: math.inf)
+    monkeypatch.setattr(DistributedDecoder, "clip", lambda model, limit: math.inf)
     words = r"step 1: the gradient's norm is inf, at a loss of 5\.\d+\. Layer with the largest output"
     with pytest.raises(BadLoss, match=words):
         train(tiny_run(tmp_path / "run"))
 
 
 def test_the_error_tells_the_loss_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "gradients", lambda run: math.nan)
+    monkeypatch.setattr(DistributedDecoder, "backward", lambda model, batches: math.nan)
     with pytest.raises(BadLoss, match=r"^step 1: the loss is nan\. Layer with the largest output"):
         train(tiny_run(tmp_path / "run"))
 
 
 def test_bad_steps_in_a_row_are_counted_over_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One skipped and in the checkpoint, the next with another start that stops: two, and no ordinal."""
-    plain = loop.gradients
-    monkeypatch.setattr(loop, "gradients", lambda run: math.nan if run.progress.step in (3, 4) else plain(run))
+    plain, step = loop.step, DistributedDecoder.backward
+    at: list[int] = []
+
+    def watched(run: Run) -> None:
+        at[:] = [run.progress.step]
+        plain(run)
+
+    def backward(model: DistributedDecoder, batches: Any) -> float:
+        return math.nan if at[0] in (3, 4) else step(model, batches)
+
+    monkeypatch.setattr(loop, "step", watched)
+    monkeypatch.setattr(DistributedDecoder, "backward", backward)
     changes = {"run__checkpoint_every": 1, "run__depth_every": 0, "run__validate_every": 0}
 
     def interrupt(event: Any) -> None:

@@ -62,8 +62,8 @@ def test_outputs_and_their_gradients_mean_what_they_meant(form: str, mixer: str)
 
 def test_one_pass_serves_all_diagnostics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
-    plain = dm.Decoder.segments
-    monkeypatch.setattr(dm.Decoder, "segments", lambda *args: passes.append(1) or plain(*args))
+    plain = dm.Decoder.hidden
+    monkeypatch.setattr(dm.Decoder, "hidden", lambda *args: passes.append(1) or plain(*args))
     train(tiny_run(tmp_path / "run", run__steps=2, run__validate_batches=1, run__depth_every=0, run__snapshot_every=0))
     assert len(passes) == 2 + 1 + 1, "two steps, a validation of one batch, one recording"
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from depthmix.parallel import ranks
+from depthmix.parallel.distributed import DistributedDecoder
+from depthmix.parallel.layout import Layout
 from depthmix.support.files import seed_of
 from depthmix.training import TrainConfig, checkpoint, loop, override, resume
 from depthmix.training.build import initial_model
@@ -31,21 +33,22 @@ def config(tmp_path: Path) -> TrainConfig:
 def as_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     def become(rank: int, count: int) -> None:
         monkeypatch.setattr(ranks, "rank", lambda: rank)
-        monkeypatch.setattr(ranks, "world_size", lambda: count)
+        monkeypatch.setattr(DistributedDecoder, "data_rank", rank)
+        monkeypatch.setattr(Layout, "data", count)
 
     return become
 
 
 def begin(config: TrainConfig) -> tuple[Run, Seen]:
     """A run, and of each micro-batch the seed of its step, a random number and the rows."""
-    run = loop.begin(config, torch.device("cpu"), lambda event: None)
-    plain, seen = run.loss, []
+    run = loop.begin(config, Layout(), torch.device("cpu"), lambda event: None)
+    plain, seen = run.model.loss_of, []
 
     def loss(tokens: Tensor) -> Tensor:
         seen.append((torch.initial_seed(), float(torch.rand(())), tokens))
         return plain(tokens)
 
-    run.loss = loss
+    run.model.loss_of = loss
     return run, seen
 
 

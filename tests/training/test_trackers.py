@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,7 +56,17 @@ def records(data: bytes) -> Iterator[bytes]:
             whole = b""
 
 
-def recorded(folder: Path) -> list[tuple[str, dict[int, set[str]]]]:
+def recorded(folder: Path, expected: list[int]) -> list[tuple[str, dict[int, set[str]]]]:
+    """`read_back`, when there are so many steps of each start, or after some seconds: wandb's own process writes."""
+    end = time.monotonic() + 20
+    found = read_back(folder)
+    while [len(steps) for _, steps in found] != expected and time.monotonic() < end:
+        time.sleep(0.1)
+        found = read_back(folder)
+    return found
+
+
+def read_back(folder: Path) -> list[tuple[str, dict[int, set[str]]]]:
     """Of each start, oldest first: the id of its wandb run, and by step the names that were logged."""
     from wandb.proto.wandb_internal_pb2 import Record
 
@@ -84,10 +95,10 @@ def test_a_resumed_run_continues_its_wandb_run_and_no_step_comes_twice(
         crash_after(5, patch)
         with pytest.raises(RuntimeError, match="the machine is gone"):
             train(config)
-    (_, steps), *_ = recorded(run)
+    ((_, steps),) = recorded(run, [5])
     assert [*steps] == [1, 2, 3, 4, 5], "beyond the checkpoint of step 3"
     train(config)
-    (first, early), (second, late) = recorded(run)
+    (first, early), (second, late) = recorded(run, [5, 3])
     assert first == second == (run / "wandb" / "run_id").read_text()
     assert [*early, *late] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert {"train/loss", "validation/loss", "validation/bits_per_byte"} <= late[6]

@@ -19,6 +19,7 @@ from safetensors import safe_open
 import depthmix as dm
 from depthmix.cli import main
 from depthmix.models import count_parameters
+from depthmix.parallel.layout import Layout
 from depthmix.training import (
     BadLoss,
     DataConfig,
@@ -49,7 +50,9 @@ def test_a_configuration_survives_toml(tmp_path: Path) -> None:
 
 def test_the_digest_is_of_what_decides_the_result(tmp_path: Path) -> None:
     config = tiny_run(tmp_path / "run")
-    for key, value in zip(FREE, ("a", "b", 7, 9, True, "trackio", "skip", 9), strict=True):
+    for key, value in zip(FREE, ("a", "b", 7, 9, True, "trackio", "skip", 9, 2), strict=True):
+        assert override(config, key, value).digest == config.digest, key
+    for key, value in (("parallel.tp", 2), ("parallel.schedule", "GPipe")):
         assert override(config, key, value).digest == config.digest, key
     for key, value in (("run.seed", 1), ("optimizer.lr", 1), ("mixer.block_sublayers", 4), ("data.rows", 8)):
         assert override(config, key, value).digest != config.digest, key
@@ -200,7 +203,7 @@ def test_each_parameter_is_in_exactly_one_group(name: str, kv: str | None, tmp_p
     muon = {n for group in made if group["muon"] for n in group["names"]}
     assert "sublayers.0.q_proj.weight" in muon
     assert "sublayers.1.gate_proj" not in muon, "[E, F, D] goes to AdamW"
-    optimizers = Optimizers(model, config.optimizer)
+    optimizers = Optimizers([model], config.optimizer)
     assert len([*optimizers.parameters()]) == len(found)
 
 
@@ -431,13 +434,13 @@ def test_the_loop_costs_little_more_than_the_bare_step(tmp_path: Path) -> None:
         run=dataclasses.replace(config.run, depth_every=100),
     )
     Path(config.run.folder).mkdir()
-    run = loop.begin(config, torch.device("cpu"), lambda event: None)
+    run = loop.begin(config, Layout(), torch.device("cpu"), lambda event: None)
     tokens = next(run.batches)
 
     def bare() -> None:
-        run.model.loss(tokens).backward()
+        run.model.loss_of(tokens).backward()
         run.optimizers.step(0.1)
-        run.model.zero_grad(set_to_none=True)
+        run.model.zero_grad()
 
     ratios = []
     for _ in range(15):

@@ -6,7 +6,6 @@ import math
 import statistics
 from typing import NoReturn
 
-from depthmix.models.moe import MixtureOfExperts
 from depthmix.training.diagnostics import largest_layer
 from depthmix.training.manifest import list_checkpoints
 from depthmix.training.resume import wait_for_checkpoint
@@ -36,14 +35,13 @@ def skip_or_stop(run: Run, problem: str) -> None:
     if run.config.run.on_bad_loss == "stop" or run.progress.bad > SKIPS:
         bad = run.progress.bad
         stop(run, problem + (f" ({bad} bad steps in a row)" if bad > 1 else ""))
-    for module in run.model.modules():
-        if isinstance(module, MixtureOfExperts) and module.load is not None:
-            module.load.zero_()
+    run.model.forget_load()
 
 
 def stop(run: Run, problem: str) -> NoReturn:
     wait_for_checkpoint(run)
-    layer = largest_layer(run.model, run.probe_loss)
+    model = run.probe_model()
+    layer = "see rank 0" if model is None else largest_layer(model, lambda: run.probe_loss(model))
     saved = list_checkpoints(run.folder / "checkpoints")
     raise BadLoss(
         f"step {run.progress.step}: {problem}. Layer with the largest output: {layer}. Last good checkpoint: "

@@ -18,6 +18,8 @@ from depthmix.models import Decoder, count_parameters, load_model, save_model
 from depthmix.models.decoder import empty_decoder
 from depthmix.models.io import refuse_functions
 from depthmix.parallel import ranks
+from depthmix.parallel.distributed import DistributedDecoder
+from depthmix.parallel.layout import Layout, make_layout
 from depthmix.support.checks import check_device, check_memory, user_path
 from depthmix.support.files import format_of, parse_toml, read_object, read_text, seed_of
 from depthmix.training import checkpoint
@@ -51,19 +53,61 @@ def check_outside_source(data: DataConfig, folder: Path) -> None:
         )
 
 
-def initial_model(config: TrainConfig) -> Decoder:
-    """Each parameter is drawn by (seed, its name), so parameters that two models share start equal."""
-    seed, draw = config.run.seed, config.run.weights_seed
+def layout_of(config: TrainConfig) -> Layout:
+    """The processes of a run and their parts in it, or an error: before they communicate."""
+    data, run = config.data, config.run
+    return make_layout(
+        config.parallel,
+        config.model,
+        processes=ranks.launched(),
+        rows=data.rows,
+        tokens=data.tokens_per_row + 1,
+        accumulate=run.accumulate,
+        dtype=getattr(torch, run.precision),
+        compile=run.compile,
+    )
+
+
+def distribute(config: TrainConfig, layout: Layout, device: torch.device) -> DistributedDecoder:
+    """The initial model of a run, on the ranks of its layout.
+
+    Each parameter is drawn by (seed, its name), so parameters that two models share start equal, and so do the parts of
+    a model on different ranks.
+    """
     size = count_parameters(config.model).total
+    size //= layout.size // layout.replicate
     copies = 3 if config.run.device == "cpu" else 1  # for another device, only the weights are created here
     check_memory(
         f"{size:,} parameters{' with their gradients and the state of the optimiser' if copies > 1 else ''}",
-        4.0 * copies * size,
+        4.0 * copies * size * (2 if config.run.precision == "float64" else 1),
         "Choose a smaller depth, model.dim or model.vocab_size",
     )
+    return DistributedDecoder(
+        config.model,
+        layout,
+        device,
+        prepare=lambda part: part.reset_parameters(seed=weights_seed(config)),
+        dtype=parameter_dtype(config),
+        recompute=config.run.recompute or None,
+        compile=config.run.compile,
+        bfloat16=config.run.precision == "bfloat16",
+    )
+
+
+def initial_model(config: TrainConfig) -> Decoder:
+    """The initial model of a run in one process, as a plain decoder."""
     model = empty_decoder(config.model)
-    model.reset_parameters(seed=seed_of(seed, "weights", draw) if draw else seed)
-    return model.train()
+    model.reset_parameters(seed=weights_seed(config))
+    return model.to(parameter_dtype(config)).train()
+
+
+def weights_seed(config: TrainConfig) -> int:
+    seed, draw = config.run.seed, config.run.weights_seed
+    return seed_of(seed, "weights", draw) if draw else seed
+
+
+def parameter_dtype(config: TrainConfig) -> torch.dtype:
+    return torch.float64 if config.run.precision == "float64" else torch.float32
 
 
 @contextmanager
@@ -77,15 +121,11 @@ def disk_errors() -> Iterator[None]:
         raise OSError(str(error)) from error
 
 
-def export(model: Decoder, directory: Path, tokenizer: Path | None = None) -> None:
-    """Save weights, configuration and tokenizer for `depthmix generate`; the model may be sharded."""
-    tensors = {name: ranks.full_tensor(tensor) for name, tensor in model.state_dict().items()}
-    if ranks.rank() == 0:
-        with torch.device("meta"):
-            plain = Decoder(model.config)
-        plain.load_state_dict(tensors, assign=True)
+def export(model: Decoder | None, directory: Path, tokenizer: Path | None = None) -> None:
+    """Save weights, configuration and tokenizer for `depthmix generate`; None on all ranks but one."""
+    if model is not None:
         with disk_errors():
-            save_model(plain, directory)
+            save_model(model, directory)
         if tokenizer is not None and tokenizer.is_file():
             shutil.copyfile(tokenizer, directory / "tokenizer.json")
 
@@ -115,15 +155,19 @@ def open_run(
     config = read_config(folder)
     newest = checkpoint.load_latest(folder / "checkpoints")
     if newest is None:
-        raise FileNotFoundError(
-            f"{folder} has neither a final model nor a checkpoint; expected a run with at least one checkpoint"
-        )
+        raise no_model(folder)
     model = Decoder(config.model)
     step, state = newest
     model.load_state_dict(with_records(model, state["model"]))
     for parameter in model.parameters() if dtype is not None else ():
         parameter.data = parameter.data.to(dtype)  # buffers keep theirs, as in `load_model`
     return OpenedRun(model.to(check_device(str(device))).eval(), state["corpus"], step)
+
+
+def no_model(folder: Path) -> FileNotFoundError:
+    return FileNotFoundError(
+        f"{folder} has neither a final model nor a checkpoint; expected a run with at least one checkpoint"
+    )
 
 
 def check_functions(path: Path) -> None:

@@ -13,6 +13,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from depthmix.parallel import ranks
 from depthmix.support.files import flush, read_json
 from depthmix.training.manifest import STATE, list_checkpoints, newest_intact, path_of, step_of, write_manifest
 
-PART = ".part"  # suffix of a checkpoint that is being written
+PART = ".part"  # suffix of a checkpoint that is being written or removed
 SEPARATOR = "|"  # between the keys of nested mappings
 
 
@@ -92,28 +93,30 @@ def remove_old(folder: Path, step: int, keep: int) -> None:
     saved = list_checkpoints(folder)
     newer = [path for path in saved if step_of(path) > step]  # damaged: this run did not resume from them
     for path in newer + [path for path in saved if step_of(path) <= step][:-keep]:
-        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):  # the new checkpoint is there; the next save tries again
+            shutil.rmtree(path.rename(path.with_suffix(PART)))  # killed here, none looks damaged
 
 
-def on_rank_0(work: Callable[[], None], group: Any) -> None:
-    """Do the work on rank 0; if it fails, every rank raises an error."""
-    problem: Exception | None = None
+def on_rank_0(work: Callable[[], Any], group: Any = None) -> Any:
+    """What the work returns on rank 0, which alone does it; if it fails, every rank raises the same error."""
+    if not ranks.is_distributed():
+        return work()
+    result, problem = None, None
     if ranks.rank() == 0:
         try:
-            work()
-        except OSError as error:
+            result = work()
+        except (OSError, ValueError, TypeError) as error:
             problem = error
-    if ranks.is_distributed():
-        failed = torch.tensor(float(problem is not None))
-        dist.all_reduce(failed, group=group)
-        if failed and problem is None:
-            raise OSError("rank 0 could not write its files")
+    shared = [result, problem]
+    dist.broadcast_object_list(shared, 0, group)
+    result, problem = shared
     if problem is not None:
         raise problem
+    return result
 
 
 def make_part(part: Path) -> None:
-    for path in part.parent.glob(f"*{PART}"):  # left by a save that was killed
+    for path in part.parent.glob(f"*{PART}"):  # left by a process that was killed
         shutil.rmtree(path)
     part.mkdir(parents=True)
 
@@ -149,43 +152,61 @@ def load_latest(
     possibly sharded, to be filled in place; without it new ones are created. The checkpoint must have the tensors of
     `into` and no others; with `part=True` it may have others, which are not read: `{"model": segment.state_dict()}`
     loads a segment of the model.
+
+    With several ranks, every rank must call this. Each fills the tensors that it gives, and the checkpoint must have
+    those of all ranks together. An error is raised on every rank alike.
     """
-    step = -1
-    if ranks.rank() == 0:
-        step = newest_intact(folder)
-    if ranks.is_distributed():
-        newest = torch.tensor(step)
-        dist.broadcast(newest, 0)
-        step = int(newest)
+    step = on_rank_0(lambda: newest_intact(folder))
     return None if step < 0 else (step, read(path_of(folder, step), into, part))
 
 
 def read(path: Path, into: Mapping[str, Any] | None, part: bool = False) -> dict[str, Any]:
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-    rest = read_json(path / STATE, "Remove this checkpoint to use an older one")
-    stored: dict[str, Any] = dict(HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata)
+    rest, stored = on_rank_0(lambda: describe(path))
     if into is None:
-        tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in stored.items()}
+        tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in stored.items()}
     else:
         tensors, _ = flatten(into)
-        tensors = {
-            name: tensor for name, tensor in tensors.items() if not is_record(name)
-        }  # `config` has the same content
-        shapes = {name: list(meta.size) for name, meta in stored.items() if not is_record(name)}
+        tensors = {name: t for name, t in tensors.items() if not is_record(name)}  # `config` has the same content
+        wanted = shapes_on_all_ranks(tensors)
+        shapes = {name: size for name, (size, _) in stored.items() if not is_record(name)}
         if part:
-            check_has(path, tensors, shapes)
-            shapes = {name: shapes[name] for name in tensors}
-        check_fit(path, {name: list(tensor.shape) for name, tensor in tensors.items()}, shapes)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp_load(
-            tensors,
-            storage_reader=HuggingFaceStorageReader(str(path)),
-            no_dist=into is None or not ranks.is_distributed(),
-        )
+            check_has(path, wanted, shapes)
+            shapes = {name: shapes[name] for name in wanted}
+        check_fit(path, wanted, shapes)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp_load(
+                tensors,
+                storage_reader=HuggingFaceStorageReader(str(path)),
+                no_dist=into is None or not ranks.is_distributed(),
+            )
+    except CheckpointException as error:
+        raise OSError(f"{path} could not be read: {reason_of(error)}") from error
     return unflatten(tensors, rest)
+
+
+def describe(path: Path) -> tuple[dict[str, Any], dict[str, tuple[list[int], torch.dtype]]]:
+    """Everything in a checkpoint that is not a tensor, and the shape and dtype of each tensor."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    rest = read_json(path / STATE, "Remove this checkpoint to use an older one")
+    stored: dict[str, Any] = dict(HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata)
+    return rest, {name: ([*meta.size], meta.properties.dtype) for name, meta in stored.items()}
+
+
+def shapes_on_all_ranks(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """The shapes of the tensors that the ranks hold together: each rank of a pipeline has a part of them."""
+    shapes = {name: [*tensor.shape] for name, tensor in tensors.items()}
+    if not ranks.is_distributed():
+        return shapes
+    of_ranks: list[Any] = [None] * ranks.world_size()
+    dist.all_gather_object(of_ranks, shapes)
+    return {name: shape for of_rank in of_ranks for name, shape in of_rank.items()}
 
 
 def check_has(path: Path, wanted: Iterable[str], stored: Collection[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_type_hints
 
 from depthmix.data.tokenizers import vocabulary_size
 from depthmix.models import DecoderConfig
+from depthmix.parallel.config import ParallelConfig
 from depthmix.support.checks import check_fields, check_option, check_positive, check_range
 from depthmix.support.files import FORMAT, format_of, parse_toml, read_text, toml_lines
 from depthmix.training.dial import dial_tokens, initial_std, learning_rate, output_init, split_mixer
@@ -102,8 +103,9 @@ class RunConfig:
     seed: int = 0
     weights_seed: int = 0  # changes the initial weights, but not the order of the data
     device: str = "cpu"
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16", "float64"] = "float32"
     compile: bool = False
+    recompute: int = 0  # sublayers per segment of activation checkpointing; 0: none
     validate_every: int = 100
     validate_batches: int = 16
     checkpoint_every: int = 100
@@ -119,6 +121,7 @@ class RunConfig:
         check_fields(self)
         for name in ("steps", "accumulate", "validate_batches", "keep"):
             check_range(f"run.{name}", getattr(self, name), 1)
+        check_range("run.recompute", self.recompute, 0)
         for name in ("validate_every", "checkpoint_every", "snapshot_every", "depth_every"):  # 0: at the end only
             check_range(f"run.{name}", getattr(self, name), 0)
         check_range("run.bad_loss_factor", self.bad_loss_factor, 1)
@@ -131,6 +134,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @property
     def tokens_per_step(self) -> int:

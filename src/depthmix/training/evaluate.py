@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from depthmix.models import Decoder, next_token_losses
+from depthmix.parallel.distributed import DistributedDecoder
 
 
 class Score(NamedTuple):
@@ -23,7 +24,7 @@ class Score(NamedTuple):
 
 @torch.no_grad()
 def score(
-    model: Decoder,
+    model: Decoder | DistributedDecoder,
     tokens: Tensor,
     text_bytes: float,
     row: int,
@@ -37,7 +38,7 @@ def score(
     """
     if row < 1 or rows < 1:
         raise ValueError(f"tokens_per_row={row}, rows={rows}; expected at least 1 of each")
-    device = model.embed.weight.device
+    device = next(model.parameters()).device
     count = len(tokens) - 1
     row, rows = min(row, max(count, 1)), min(rows, max(count, 1))
     full = count // row
@@ -48,6 +49,9 @@ def score(
     total = 0.0
     for part in progress(parts):
         part = part.to(device)
-        total += float(next_token_losses(model(part), part)[0].double().sum())
+        if isinstance(model, DistributedDecoder):
+            total += model.evaluate(part) * part[:, 1:].numel()
+        else:
+            total += float(next_token_losses(model(part), part)[0].double().sum())
     loss = total / count
     return Score(loss, loss * len(tokens) / text_bytes / math.log(2), count)

@@ -1,10 +1,12 @@
-"""A run's folder: its lock and configuration, its result, and the signals that stop a run."""
+"""A run's folder: its lock and configuration, its result, and what stops a run: signals, and ranks that end."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
+import re
 import shutil
 import signal
 import threading
@@ -15,11 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from depthmix.models.io import check_weights
 from depthmix.parallel import ranks
 from depthmix.support.checks import check_fields
 from depthmix.support.files import format_of, lock, parse_toml, read_object, read_text, write_text
 from depthmix.training.build import RESULT_AGAIN, read_config
+from depthmix.training.checkpoint import on_rank_0
 from depthmix.training.config import RESTORE, TrainConfig
 from depthmix.training.identity import difference, digest_of
 from depthmix.training.manifest import list_checkpoints
@@ -59,10 +64,10 @@ def claim_folder(config: TrainConfig, resume: bool) -> Iterator[None]:
     """While open, no other process can train in the folder. A run to be resumed must have the same configuration."""
     folder = Path(config.run.folder)
     held_lock = ExitStack()
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # torchrun repeats the command after a rank has died:
+        resume = True  # what `resume=False` was meant to remove is gone, and this run is to continue
 
     def claim() -> None:
-        if ranks.rank() != 0:
-            return
         folder.mkdir(parents=True, exist_ok=True)
         held_lock.enter_context(run_lock(folder))
         has_config = (folder / CONFIG).is_file()
@@ -78,7 +83,7 @@ def claim_folder(config: TrainConfig, resume: bool) -> Iterator[None]:
             write_text(folder / CONFIG, config.to_toml())
 
     try:
-        ranks.first_then_others(claim)
+        on_rank_0(claim)
         yield
     finally:
         held_lock.close()
@@ -173,3 +178,31 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
     finally:
         if not requests:  # otherwise the next signal restores them, unless it repeats the first
             restore()
+
+
+class LostContact(ConnectionError):
+    """Another rank has ended, or did not answer in time."""
+
+
+@contextmanager
+def rank_contact() -> Iterator[None]:
+    """Raise a short error where communication fails: only the rank that ended first can say more."""
+    schedules = logging.getLogger("torch.distributed.pipelining.schedules")
+    schedules.addFilter(is_no_error)
+    try:
+        yield
+    except RuntimeError as error:
+        if ranks.launched() == 1 or not (isinstance(error, dist.DistError) or "/gloo/" in str(error)):
+            raise
+        reason = re.sub(r"\[/\S+\] ", "", str(error)).split(". ")[0].splitlines()[0]  # without torch's line of code
+        raise LostContact(
+            f"rank {os.environ['RANK']}: lost contact with another rank ({reason}), whose own messages say why it "
+            "ended. The checkpoints are intact; torchrun --max-restarts N restarts all ranks from the newest one"
+        ) from error
+    finally:
+        schedules.removeFilter(is_no_error)
+
+
+def is_no_error(record: logging.LogRecord) -> bool:
+    """False for the whole schedule, which torch prints before it raises an error."""
+    return record.levelno < logging.ERROR

@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from depthmix.training.config import TrainConfig
 
-# Fields that may change when a run is resumed: none affects weights or losses unless a loss is bad, and how a bad loss
-# was handled is in the metrics.
+# Fields that may change when a run is resumed: none affects weights or losses (by more than rounding, where sums are
+# taken in another order) unless a loss is bad, and how a bad loss was handled is in the metrics.
 FREE = (
     *("data.folder", "run.folder", "run.keep", "run.checkpoint_every", "run.asynchronous", "run.tracker"),
-    *("run.on_bad_loss", "run.bad_loss_factor"),
+    *("run.on_bad_loss", "run.bad_loss_factor", "run.recompute"),
 )
+FREE_PART = "parallel."
+
+
+def is_free(key: str) -> bool:
+    return key in FREE or key.startswith(FREE_PART)
+
 
 # Fields added after 0.1.0, with the value that keeps the earlier behaviour: with it the digest stays the same.
 ADDED: Mapping[str, Any] = {"run.weights_seed": 0, "model.output_init": 1.0}
@@ -25,7 +31,7 @@ def digest_of(config: Mapping[str, Any]) -> str:
     deciding = {
         key: as_float(value)
         for key, value in leaves(config)
-        if key not in FREE and not (key in ADDED and value == ADDED[key])
+        if not is_free(key) and not (key in ADDED and value == ADDED[key])
     }
     return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
 
@@ -47,7 +53,7 @@ def leaves(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
 def difference(old: TrainConfig, new: TrainConfig) -> list[str]:
     """The fields that decide the result and differ, one line for each."""
     before, after = (dict(leaves({**config.to_dict(), "model": config.model.canonical()})) for config in (old, new))
-    keys = sorted({*before, *after} - set(FREE))
+    keys = sorted(key for key in {*before, *after} if not is_free(key))
     return [
         f"{key}: was {before.get(key)!r}, is now {after.get(key)!r}"
         for key in keys

@@ -14,18 +14,19 @@ from pathlib import Path
 import torch
 
 from depthmix.data import Batches
-from depthmix.models import Decoder, count_parameters, update_balance
+from depthmix.models import count_parameters
 from depthmix.parallel import ranks
+from depthmix.parallel.layout import Layout
 from depthmix.support.checks import check_device
 from depthmix.support.files import FORMAT, seed_of
 from depthmix.training import diagnostics
 from depthmix.training.bad_loss import WINDOW, check_loss, skip_or_stop
-from depthmix.training.build import check_outside_source, export, initial_model, open_corpus
+from depthmix.training.build import check_outside_source, distribute, export, layout_of, open_corpus
 from depthmix.training.config import TrainConfig
-from depthmix.training.folder import Result, claim_folder, finished_result, stop_signals, write_result
+from depthmix.training.folder import Result, claim_folder, finished_result, rank_contact, stop_signals, write_result
 from depthmix.training.metrics import METRICS, MetricsFile, memory_bytes
 from depthmix.training.optim import Optimizers
-from depthmix.training.precision import autocast, check_precision
+from depthmix.training.precision import check_precision
 from depthmix.training.resume import load_checkpoint, save_checkpoint, wait_for_checkpoint
 from depthmix.training.run import Report, Run
 from depthmix.training.schedule import rate_factor
@@ -52,21 +53,22 @@ def train(
     device = check_device(config.run.device)
     check_precision(config.run.precision, device)
     check_outside_source(config.data, Path(config.run.folder))
+    layout = layout_of(config)
     if ranks.launched() > 1:
         open_corpus(config.data)  # before the process group, which could time out while one rank prepares the data
-    with ranks.process_group(device), claim_folder(config, resume):
+    with rank_contact(), ranks.process_group(device, config.parallel.timeout), claim_folder(config, resume):
         if (result := finished_result(config)) is not None:
             return result
-        run = begin(config, device, report)
+        run = begin(config, layout, device, report)
         try:
             run_steps(run)
-            export(run.model, run.folder / "final", run.corpus.folder / "tokenizer.json")
+            export(run.model.whole(), run.folder / "final", run.corpus.folder / "tokenizer.json")
             return write_result(run.folder, make_result(run))
         finally:
             run.close()
 
 
-def begin(config: TrainConfig, device: torch.device, report: Report) -> Run:
+def begin(config: TrainConfig, layout: Layout, device: torch.device, report: Report) -> Run:
     """Set up a run from its newest intact checkpoint, or from initial weights if there is none."""
     data = config.data
     corpus = ranks.first_then_others(lambda: open_corpus(data))
@@ -75,23 +77,25 @@ def begin(config: TrainConfig, device: torch.device, report: Report) -> Run:
             f"model.vocab_size={config.model.vocab_size}; expected at least {corpus.vocab_size}, the number of token "
             f"ids in {data.path}"
         )
-    model = ranks.shard(initial_model(config).to(device))
+    model = distribute(config, layout, device)
     batches = Batches(
         corpus.train,
         tokens_per_row=data.tokens_per_row,
         rows=data.rows,
         seed=config.run.seed,
-        rank=ranks.rank(),
-        ranks=ranks.world_size(),
+        rank=model.data_rank,
+        ranks=layout.data,
     )
     probe = next(held_out(corpus, config))[: diagnostics.PROBE[0], : diagnostics.PROBE[1]].to(device)
-    run = Run(config, corpus, device, model, Optimizers(model, config.optimizer), batches, probe, report)
+    run = Run(config, corpus, device, model, Optimizers(model.parts.values(), config.optimizer), batches, probe, report)
     load_checkpoint(run)
     if ranks.rank() == 0:
         run.metrics = MetricsFile(run.folder / METRICS, run.progress.step, config.run.tracker)
-        model_size = {"parameters": count_parameters(config.model).total, "layout": run.model.depth.facts.note}
+        notes = {part.depth.facts.note for part in model.parts.values()}
+        model_size = {"parameters": count_parameters(config.model).total, "layout": notes.pop()}
         length = {"steps": config.run.steps, "train_tokens": len(corpus.train)}
-        report({"kind": "begin", "step": run.progress.step, **length, **model_size})
+        processes = layout.describe() if layout.size > 1 else ""
+        report({"kind": "begin", "step": run.progress.step, "processes": processes, **length, **model_size})
     return run
 
 
@@ -118,20 +122,19 @@ def step(run: Run) -> None:
     config, progress, started = run.config, run.progress, time.perf_counter()
     torch.manual_seed(seed_of(config.run.seed, progress.step, ranks.rank()))
     factor = rate_factor(progress.step, config.run.steps, config.schedule)
-    loss = gradients(run)
-    norm = clip(run.model, config.optimizer.clip)
+    loss = run.model.backward([next(run.batches).to(run.device) for _ in range(config.run.accumulate)])
+    norm = run.model.clip(config.optimizer.clip)
     problem = check_loss(loss, norm, progress.losses, config.run.bad_loss_factor)
     progress.step += 1
     if problem is None:
         run.optimizers.step(factor)
-        ranks.sum_expert_load(run.model)
-        update_balance(run.model)
+        run.model.update_balance()
         progress.losses = [*progress.losses, loss][-WINDOW:]
         progress.bad = 0
     else:
         progress.bad += 1
         skip_or_stop(run, problem)
-    run.model.zero_grad(set_to_none=True)
+    run.model.zero_grad()
     seconds = time.perf_counter() - started
     progress.seconds += seconds
     progress.memory = max(progress.memory, memory_bytes(run.device))
@@ -148,28 +151,6 @@ def step(run: Run) -> None:
         run.log_metrics("train", values)
     else:
         run.log_metrics("skipped", {**values, "problem": problem})
-
-
-def gradients(run: Run) -> float:
-    """Compute the gradients of the mean loss over a step's micro-batches and all ranks, and return that loss."""
-    parts, total = run.config.run.accumulate, torch.zeros((), device=run.device)
-    for _ in range(parts):
-        tokens = next(run.batches).to(run.device)
-        with autocast(run.config.run.precision, run.device):
-            loss = run.loss(tokens) / parts
-        loss.backward()
-        total += loss.detach()
-    return float(ranks.mean(total))
-
-
-def clip(model: Decoder, limit: float) -> float:
-    """Return the norm of the whole gradient; if it is above `limit` (0: none), scale the gradient down to that."""
-    grads = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = ranks.full_tensor(torch.nn.utils.get_total_norm(grads))
-    value = float(norm)
-    if limit and value > limit:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm)
-    return value
 
 
 def make_result(run: Run) -> Result:

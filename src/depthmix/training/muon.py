@@ -44,7 +44,7 @@ class Muon(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                direction = orthogonal(self.momentum(parameter, group["momentum"]))  # (2)
+                direction = orthogonal_of_whole(self.momentum(parameter, group["momentum"]))  # (2)
                 rate = group["lr"] * 0.2 * max(parameter.shape) ** 0.5
                 parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-rate)  # (3)
         return loss
@@ -55,6 +55,20 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(grad)
         return grad.lerp(state["momentum_buffer"].lerp_(grad, 1 - share), share)  # (1)
+
+
+def orthogonal_of_whole(matrix: Tensor) -> Tensor:
+    """`orthogonal` of a matrix that may be sharded, sharded likewise.
+
+    Every rank gathers the matrix and computes all of it: one message, where sharded products would send one each.
+    """
+    if not hasattr(matrix, "full_tensor"):
+        return orthogonal(matrix)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = matrix.device_mesh  # type: ignore[attr-defined]
+    whole = DTensor.from_local(orthogonal(matrix.full_tensor()), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=matrix.placements)  # type: ignore[attr-defined]
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from depthmix.mechanisms import param_groups
-from depthmix.models import Decoder
+from depthmix.models.decoder import SublayerLoop
 from depthmix.training.config import OptimizerConfig
 from depthmix.training.muon import Muon
 
@@ -17,8 +17,8 @@ from depthmix.training.muon import Muon
 STATE = {"AdamW": {"step": False, "exp_avg": True, "exp_avg_sq": True}, "Muon": {"momentum_buffer": True}}
 
 
-def parameter_groups(model: Decoder, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """All parameters, each in one group, as [{"params", "names", "weight_decay", "muon"}].
+def parameter_groups(model: SublayerLoop, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """All parameters of a decoder, or of a segment of one: groups of {"params", "names", "weight_decay", "muon"}.
 
     - Depth mixers: by `param_groups`, the rules of their mechanism. KV mixers: AdamW without decay.
     - Matrices of sublayers: decay; Muon if it is chosen. The router: decay, but AdamW, since each of its rows is the
@@ -45,8 +45,9 @@ def parameter_groups(model: Decoder, config: OptimizerConfig) -> list[dict[str, 
 class Optimizers:
     """AdamW, and Muon if it is chosen, behind one interface; state by parameter name."""
 
-    def __init__(self, model: Decoder, config: OptimizerConfig) -> None:
-        groups = parameter_groups(model, config)
+    def __init__(self, parts: Iterable[SublayerLoop], config: OptimizerConfig) -> None:
+        """`parts` are those of this process; a parameter of several of them is updated once."""
+        groups = without_repeats(group for part in parts for group in parameter_groups(part, config))
         self.lr = config.lr
         self.names: dict[Tensor, str] = {p: n for g in groups for p, n in zip(g["params"], g["names"], strict=True)}
         muon = [g for g in groups if g["muon"] and config.name == "muon"]
@@ -83,6 +84,18 @@ class Optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     yield optimizer, parameter
+
+
+def without_repeats(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each parameter in the first group that has it; empty groups are dropped."""
+    seen: set[Tensor] = set()
+    kept = []
+    for group in groups:
+        pairs = [(p, n) for p, n in zip(group["params"], group["names"], strict=True) if p not in seen]
+        seen.update(p for p, _ in pairs)
+        if pairs:
+            kept.append({**group, "params": [p for p, _ in pairs], "names": [n for _, n in pairs]})
+    return kept
 
 
 def torch_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

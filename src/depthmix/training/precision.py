@@ -1,20 +1,14 @@
-"""Training in float32 or bfloat16, and whether this machine supports it."""
+"""Whether this machine supports training in bfloat16."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import sys
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 TRIAL = "import torch; a = torch.ones(128, 256, dtype=torch.bfloat16); torch.nn.functional.linear(a, a).sum().item()"
-
-
-def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """Parameters and the optimiser stay in float32; matrix products are computed in `precision`."""
-    return torch.autocast(device.type, torch.bfloat16) if precision == "bfloat16" else nullcontext()
 
 
 def check_precision(precision: str, device: torch.device, trial: str = TRIAL) -> None:

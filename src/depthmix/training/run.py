@@ -14,11 +14,11 @@ from torch import Tensor
 
 from depthmix.data import Batches, Corpus
 from depthmix.models import Decoder
+from depthmix.parallel.distributed import DistributedDecoder
 from depthmix.training.config import TrainConfig
 from depthmix.training.flops import flops_per_token
 from depthmix.training.metrics import MetricsFile
 from depthmix.training.optim import Optimizers
-from depthmix.training.precision import autocast
 
 Report = Callable[[Mapping[str, Any]], None]
 
@@ -42,7 +42,7 @@ class Run:
     config: TrainConfig
     corpus: Corpus
     device: torch.device
-    model: Decoder
+    model: DistributedDecoder
     optimizers: Optimizers
     batches: Batches
     probe: Tensor  # the fixed batch of the diagnostics
@@ -55,9 +55,6 @@ class Run:
         self.folder = Path(self.config.run.folder)
         self.clock = time.process_time()
         self.flops = flops_per_token(self.config.model, self.config.data.tokens_per_row)
-        self.loss: Callable[[Tensor], Tensor] = self.model.loss
-        if self.config.run.compile:
-            self.loss = torch.compile(self.model.loss, dynamic=False)
 
     def is_due(self, every: int) -> bool:
         """True at each multiple of `every`, and after the last step."""
@@ -71,9 +68,19 @@ class Run:
         self.clock = now
         return self.progress.processor_seconds
 
-    def probe_loss(self) -> Tensor:
-        with autocast(self.config.run.precision, self.device):
-            return self.model.loss(self.probe)
+    def probe_model(self) -> Decoder | None:
+        """The decoder for diagnostics; every rank must call this.
+
+        Sharded by FSDP2 at most, all ranks run it. Otherwise it is put together on rank 0, and None elsewhere.
+        """
+        if self.model.layout.is_whole:
+            decoder: Decoder = self.model.roots[0]
+            return decoder
+        return self.model.whole()
+
+    def probe_loss(self, model: Decoder) -> Tensor:
+        with self.model.autocast():
+            return model.loss(self.probe)
 
     def log_metrics(self, kind: str, values: Mapping[str, Any]) -> None:
         if self.metrics is not None:

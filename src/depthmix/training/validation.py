@@ -15,7 +15,6 @@ from depthmix.data import Corpus, validation_batches
 from depthmix.parallel import ranks
 from depthmix.training import bad_loss, diagnostics
 from depthmix.training.config import TrainConfig
-from depthmix.training.precision import autocast
 from depthmix.training.run import Run
 
 
@@ -31,16 +30,14 @@ def run_validation(run: Run) -> None:
 
 @torch.no_grad()
 def validate(run: Run) -> dict[str, float]:
-    """Loss and bits per byte of the first validation batches; rows are split over ranks if they divide evenly."""
-    run.model.eval()
-    total, rows = torch.zeros((), dtype=torch.float64), 0
+    """Loss and bits per byte of the first validation batches."""
+    run.model.train(False)
+    total, rows = 0.0, 0
     for tokens in held_out(run.corpus, run.config):
-        mine = tokens if len(tokens) % ranks.world_size() else tokens[ranks.rank() :: ranks.world_size()]
-        with autocast(run.config.run.precision, run.device):
-            total += len(tokens) * run.model.loss(mine.to(run.device)).double().cpu()
+        total += len(tokens) * run.model.evaluate(tokens.to(run.device))
         rows += len(tokens)
     run.model.train()
-    loss = float(ranks.mean(total)) / rows
+    loss = total / rows
     return {"loss": loss, "bits_per_byte": loss / math.log(2) / run.corpus.bytes_per_token}
 
 
@@ -56,7 +53,10 @@ def run_diagnostics(run: Run) -> None:
     if not depth_due and not snapshot_due:
         return
     progress, started = run.progress, run.processor_seconds()
-    magnitudes, trace = diagnostics.measure(run.model, run.probe_loss)
+    model = run.probe_model()
+    if model is None:
+        return
+    magnitudes, trace = diagnostics.measure(model, lambda: run.probe_loss(model))
     if snapshot_due and ranks.rank() == 0:
         path = run.folder / "snapshots" / f"step-{progress.step:08d}.safetensors"
         diagnostics.save_snapshot(path, progress.step, run.config.model, trace)
@@ -64,7 +64,7 @@ def run_diagnostics(run: Run) -> None:
         values = {
             **magnitudes.to_dict(),
             **diagnostics.read_statistics(trace),
-            "query_norm": diagnostics.query_norms(run.model),
+            "query_norm": diagnostics.query_norms(model),
         }
         spent = progress.recording_seconds + run.processor_seconds() - started
         costs = {"recording_seconds": spent, "processor_seconds": progress.processor_seconds}
