@@ -35,6 +35,7 @@ import tyro
 import depthmix as dm
 import depthmix.cli
 from depthmix.cli import main
+from depthmix.cli.processes import Processes, Serving
 from depthmix.models.presets import PRESETS
 from depthmix.training import TrainConfig
 from depthmix.training.identity import leaves
@@ -158,6 +159,9 @@ KEYS = [
         ".",
     ),
 ]
+LAYOUT = {field.name for group in (Processes, Serving) for field in dataclasses.fields(group)} - {
+    *("schedule", "divide", "pp_cache", "microbatches"),
+}
 TINY = [
     *("data.rows=2", "data.tokens_per_row=8", "data.folder=tokens", "data.validation=0.3", "run.validate_batches=1"),
     *("model.hidden=24", "run.validate_every=1"),
@@ -270,7 +274,9 @@ def spelled(option: Option, chance: random.Random, folly: float) -> list[str]:
 def value_of(option: Option, chance: random.Random, folly: float) -> str:
     """Mostly what is expected, else a boundary or an absurdity."""
     usual, absurd = WORDS.get(option.name, ABSURD + MECHANISMS + DEVICES), ABSURD
-    if option.hint is int:
+    if option.name in LAYOUT:
+        usual, absurd = ["1", "1", "1", "1", "1", "1", "2"], WHOLE_ABSURD  # a line runs in one process
+    elif option.hint is int:
         usual, absurd = WHOLE, WHOLE_ABSURD
     elif option.hint is float:
         usual, absurd = NUMBERS, NUMBERS_ABSURD
@@ -407,10 +413,10 @@ def stop_after(calls: int, function: Callable[..., Any]) -> Callable[..., Any]:
 def small_models_only(function: Callable[..., Any]) -> Callable[..., Any]:
     from depthmix.models import count_parameters
 
-    def checked(config: Any) -> Any:
+    def checked(config: Any, *others: Any) -> Any:
         if count_parameters(config.model).total > MOST_PARAMETERS or config.tokens_per_step > 10_000:
             raise KeyboardInterrupt
-        return function(config)
+        return function(config, *others)
 
     return checked
 
@@ -460,7 +466,7 @@ def bounded() -> Iterator[None]:
             (generate, "decode", stop_after(4, generate.decode)),
             (generate, "compiled_step", lambda model, cache: generate.decode),
             (loop, "step", stop_after(20, loop.step)),
-            (loop, "initial_model", small_models_only(build.initial_model)),
+            (loop, "distribute", small_models_only(build.distribute)),
             (loop, "check_precision", lambda *args: None),  # a process
             (runs, "start", Ended),
             (runs, "PAUSE", 0.0),

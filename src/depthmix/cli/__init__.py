@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import shutil
 import sys
 import textwrap
@@ -36,13 +37,13 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         return dispatch(arguments)
     except (ValueError, TypeError, FileNotFoundError, ModuleNotFoundError) as error:
-        say(f"depthmix: {error}")
+        say_on_ranks(f"depthmix: {error}")
         return 2
     except BrokenPipeError:  # the reader of our output has left
         sys.stderr.close()
         return 141
     except OSError as error:  # a full disk, a folder that may not be written, no network
-        say(f"depthmix: {error}")
+        say_on_ranks(f"depthmix: {error}")
         return 1
     except KeyboardInterrupt as error:
         say(f"\ndepthmix: {str(error) or 'stopped'}")
@@ -52,6 +53,18 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         say(f"depthmix: not enough memory ({first_line(error)}); choose smaller sizes or batches")
         return 1
+
+
+def say_on_ranks(message: str) -> None:
+    """Before they communicate, wrong input is the same on all processes of torchrun: the first one says so. Later
+    errors may be of one process, and each says its own."""
+    from depthmix.support.terminal import say
+
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
+        say(message)
+    elif (ranks := sys.modules.get("depthmix.parallel.ranks")) is not None and ranks.met:
+        say(f"rank {rank}: {message}")
 
 
 def dispatch(arguments: list[str]) -> int:

@@ -33,6 +33,8 @@ BOUNDS = {  # targets; figures are shown beside them, whatever they are
     "mhc": 1.40,
     "depth_attention": 1.03,
     "depthmix train": 1.03,
+    "block_attnres in a pipeline": 1.06,
+    "block_attnres: cache against none": 1.0,
 }
 
 
@@ -88,8 +90,9 @@ def run(
 
     Parts: read (one read, forward and with its backward pass, also of other installed implementations), mixing
     (the time of the mechanism itself in a training step), step (whole training steps), decode (one new token for each
-    of 8 sequences), values (KV mechanisms in a training step), loop (`depthmix train` against the bare step), memory
-    (what the backward pass keeps, and the peak), growth (more sources, depth and width). docs/cli.md describes each.
+    of 8 sequences), values (KV mechanisms in a training step), loop (`depthmix train` against the bare step), pipeline
+    (a step of two processes with four stages each, with and without the cache), memory (what the backward pass keeps,
+    and the peak), growth (more sources, depth and width). docs/cli.md describes each.
 
     A figure is the median over processes of their medians, with the interval from the smallest to the largest. A bound
     too close to the interval to tell from noise gives "undecided". Nothing is measured while `depthmix verify` fails.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,13 +12,17 @@ import torch
 import tyro
 from torch import Tensor
 
-from depthmix.cli.shared import flag, open_run_folder, print_result, switch
-from depthmix.data.tokenizers import BatchTokenizer
+from depthmix.cli.processes import ALONE, Serving
+from depthmix.cli.shared import flag, open_run_folder, print_result, say_unfinished, switch
 from depthmix.models import Decoder
+from depthmix.parallel import ranks
+from depthmix.parallel.distributed import DistributedDecoder
+from depthmix.support.checks import check_device
 from depthmix.support.terminal import track
-from depthmix.training import Score, open_corpus, read_config, score
+from depthmix.training import DataConfig, Score, open_corpus, read_config, score
 from depthmix.training.build import check_tokens, run_tokenizer, tokenizer_file
 from depthmix.training.build import export as export_model
+from depthmix.training.serve import plan_serving
 
 EXAMPLES = (
     "depthmix eval runs/small --file README.md",
@@ -40,26 +44,35 @@ def run(
         Path | None, flag("Also write the model into this folder, as safetensors.", "FOLDER", default="")
     ] = None,
     json: Annotated[bool, switch("Print one JSON object.")] = False,
+    processes: Serving = ALONE,
 ) -> int:
     """Evaluate a run: loss, perplexity and bits per byte of its model.
 
     For an unfinished run, the model of the newest checkpoint is evaluated.
+
+    On several processes: torchrun --nproc-per-node 4 -m depthmix eval FOLDER --tp 2. Those that --tp and --pp leave
+    share the rows.
     """
     if file is not None and not file.is_file():
         raise FileNotFoundError(f"{file} is not a file; expected a text file")
     data = read_config(folder).data
-    model, digest, _ = open_run_folder(folder, device)
-    row = data.tokens_per_row if tokens_per_row is None else tokens_per_row
-    rows = data.rows if rows is None else rows
-    if file is None:
-        corpus = open_corpus(data)
-        check_tokens(corpus, digest, folder)
-        tokens = torch.as_tensor(corpus.validation[:].astype("int64"))
-        result = score(model, tokens, corpus.bytes_per_token * len(tokens), row, rows, with_progress)
+    sizes = (data.tokens_per_row if tokens_per_row is None else tokens_per_row, data.rows if rows is None else rows)
+    if processes == ALONE and ranks.launched() == 1:
+        model, digest, _ = open_run_folder(folder, device)
+        result = score_run(model, digest, folder, data, file, sizes)
+        whole: Decoder | None = model
     else:
-        result = score_file(model, file, run_tokenizer(folder, data), row, rows)
+        serving = plan_serving(folder, tp=processes.tp, pp=processes.pp, divide=True)
+        own = ranks.own_device(check_device(device))
+        with ranks.process_group(own):
+            distributed = serving.load(own)
+            say_unfinished(folder, serving.step)
+            result = score_run(distributed, serving.digest, folder, data, file, sizes)
+            whole = None if export is None else distributed.whole()
+    if not ranks.main_process():
+        return 0
     if export is not None:
-        export_model(model, export, tokenizer_file(folder, data))
+        export_model(whole, export, tokenizer_file(folder, data))
     if json:
         print(json_format.dumps({"run": str(folder), "on": str(file or "validation"), **result._asdict()}, indent=2))
     else:
@@ -71,13 +84,28 @@ def run(
     return 0
 
 
-def score_file(model: Decoder, file: Path, tokenizer: BatchTokenizer, row: int, rows: int) -> Score:
+def score_run(
+    model: Decoder | DistributedDecoder,
+    digest: str | None,
+    folder: Path,
+    data: DataConfig,
+    file: Path | None,
+    sizes: tuple[int, int],
+) -> Score:
+    """On a file, or on the validation data of the run; `sizes` are tokens per row and rows."""
+    if file is None:
+        corpus = open_corpus(data)
+        check_tokens(corpus, digest or "", folder)
+        tokens = torch.as_tensor(corpus.validation[:].astype("int64"))
+        return score(model, tokens, corpus.bytes_per_token * len(tokens), *sizes, with_progress)
     content = file.read_bytes()
-    ids = torch.as_tensor(tokenizer.encode_batch([content])[0].astype("int64"))
+    ids = torch.as_tensor(run_tokenizer(folder, data).encode_batch([content])[0].astype("int64"))
     if len(ids) < 2:
         raise ValueError(f"{file} has {len(ids)} tokens; expected at least 2: the first is not predicted")
-    return score(model, ids, len(content), row, rows, with_progress)
+    return score(model, ids, len(content), *sizes, with_progress)
 
 
-def with_progress(batches: Sequence[Tensor]) -> Iterator[Tensor]:
+def with_progress(batches: Sequence[Tensor]) -> Iterable[Tensor]:
+    if not ranks.main_process():
+        return batches
     return track(batches, "reading", "batches", len(batches))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_format
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,16 +13,20 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from depthmix.cli.shared import Several, flag, open_run_folder, repeatable, switch
+from depthmix.cli.processes import ALONE, Serving
+from depthmix.cli.shared import Several, flag, open_run_folder, repeatable, say_unfinished, switch
 from depthmix.data import load_tokenizer
 from depthmix.data.tokenizers import BatchTokenizer
 from depthmix.inference import PREFILL_MEMORY, TextStream, Tokenizer, stream
-from depthmix.models import Decoder, load_model
+from depthmix.models import Decoder, DecoderConfig, load_model
 from depthmix.models.io import MODEL_FILES
-from depthmix.support.checks import parse_value
+from depthmix.parallel import ranks
+from depthmix.parallel.serving import served
+from depthmix.support.checks import check_device, parse_value
 from depthmix.support.terminal import say
 from depthmix.training import read_config
 from depthmix.training.build import run_tokenizer
+from depthmix.training.serve import plan_serving
 
 EXAMPLES = (
     'depthmix generate runs/small --prompt "def " --max-new-tokens 40',
@@ -94,14 +98,39 @@ def run(
     sampling: Sampling = Sampling(),
     output: Output = Output(),
     machine: Machine = Machine(),
+    processes: Serving = ALONE,
 ) -> int:
     """Continue a prompt with a trained model.
 
     The text goes to stdout, its speed to stderr. For an unfinished run, the model of the newest checkpoint is used.
+
+    A model that one process cannot hold: torchrun --nproc-per-node 2 -m depthmix generate FOLDER --tp 2
     """
-    kind = None if machine.dtype is None else getattr(torch, machine.dtype)
-    model, tokenizer = open_folder(directory, machine.device, kind, machine.functions)
-    texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompt or ("-",)]
+    check_folder(directory)
+    if processes == ALONE and ranks.launched() == 1:
+        model, tokenizer = open_folder(directory, machine)
+        return answer(model, tokenizer, read_prompts(prompt), sampling, output, machine)
+    serving = plan_serving(directory, tp=processes.tp, pp=processes.pp, functions=machine.functions)
+    device = ranks.own_device(check_device(machine.device))
+    with ranks.process_group(device):
+        distributed = serving.load(device, dtype_of(machine))
+        say_unfinished(directory, serving.step)
+        texts = ranks.from_first(lambda: read_prompts(prompt))
+        return answer(served(distributed), tokenizer_of(directory, serving.config), texts, sampling, output, machine)
+
+
+def read_prompts(prompt: Sequence[str]) -> list[str]:
+    return [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompt or ("-",)]
+
+
+def dtype_of(machine: Machine) -> torch.dtype | None:
+    return None if machine.dtype is None else getattr(torch, machine.dtype)
+
+
+def answer(
+    model: Decoder, tokenizer: BatchTokenizer, texts: list[str], sampling: Sampling, output: Output, machine: Machine
+) -> int:
+    """Print the continuation of each text; of several processes, the first one prints."""
     timer = Timer()
     steps = stream(
         model,
@@ -118,7 +147,8 @@ def run(
         compiled=machine.compiled,
     )
     rows: list[list[int]] = [[] for _ in texts]
-    streamed = TextStream(tokenizer) if len(texts) == 1 and not output.json else None
+    prints = ranks.main_process()
+    streamed = TextStream(tokenizer) if len(texts) == 1 and not output.json and prints else None
     for step in timer.watch(steps):
         for row, token in zip(rows, step, strict=True):
             if token is not None:
@@ -126,6 +156,8 @@ def run(
                 if streamed is not None:
                     print(streamed.push(token), end="", flush=True)
     answers = [tokenizer.decode(row) for row in rows]
+    if not prints:
+        return 0
     if output.json:
         results = [{"prompt": p, "text": a, "tokens": t} for p, a, t in zip(texts, answers, rows, strict=True)]
         print(json_format.dumps({"answers": results, **timer.figures()}, indent=2, ensure_ascii=False))
@@ -139,25 +171,39 @@ def run(
     return 0
 
 
-def open_folder(
-    folder: Path, device: str, dtype: torch.dtype | None, functions: bool
-) -> tuple[Decoder, BatchTokenizer]:
-    """The model and the tokenizer of a run, finished or not, or of a folder that `save_model` wrote."""
+def check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{folder} does not exist or is not a folder; expected that of a run or of a saved model"
         )
-    for place in (folder, folder / "final"):  # `final` is that of a finished run
-        if any((place / name).is_file() for name in MODEL_FILES):
-            model = load_model(place, device=device, dtype=dtype, functions=functions)
-            return model, load_tokenizer(place, model.config.vocab_size)
-    if (folder / "config.toml").is_file():
-        model = open_run_folder(folder, device, dtype=dtype, functions=functions).model
-        return model, run_tokenizer(folder, read_config(folder).data)
-    raise FileNotFoundError(
-        f"{folder} is neither the folder of a run of `depthmix train` (it has no config.toml) nor a folder written "
-        "by dm.save_model (it has no config.json)"
-    )
+    if saved_model(folder) is None and not (folder / "config.toml").is_file():
+        raise FileNotFoundError(
+            f"{folder} is neither the folder of a run of `depthmix train` (it has no config.toml) nor a folder written "
+            "by dm.save_model (it has no config.json)"
+        )
+
+
+def saved_model(folder: Path) -> Path | None:
+    """Where a model that `save_model` wrote is: in the folder, or in `final` of a finished run."""
+    places = (folder, folder / "final")
+    return next((place for place in places if any((place / name).is_file() for name in MODEL_FILES)), None)
+
+
+def open_folder(folder: Path, machine: Machine) -> tuple[Decoder, BatchTokenizer]:
+    """The model and the tokenizer of a run, finished or not, or of a folder that `save_model` wrote."""
+    place, dtype, functions = saved_model(folder), dtype_of(machine), machine.functions
+    if place is not None:
+        model = load_model(place, device=machine.device, dtype=dtype, functions=functions)
+    else:
+        model = open_run_folder(folder, machine.device, dtype=dtype, functions=functions).model
+    return model, tokenizer_of(folder, model.config)
+
+
+def tokenizer_of(folder: Path, config: DecoderConfig) -> BatchTokenizer:
+    place = saved_model(folder)
+    if place is not None:
+        return load_tokenizer(place, config.vocab_size)
+    return run_tokenizer(folder, read_config(folder).data)
 
 
 @dataclass

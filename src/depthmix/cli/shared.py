@@ -13,6 +13,7 @@ import torch
 import tyro
 
 from depthmix.analysis.figures import new_figure
+from depthmix.parallel.ranks import main_process
 from depthmix.support.terminal import print_wrapped, say
 from depthmix.training.build import OpenedRun, open_run
 
@@ -98,6 +99,11 @@ def open_run_folder(
 ) -> OpenedRun:
     """As `open_run`; says which step it uses where the run is unfinished."""
     opened = open_run(folder, device, dtype=dtype, functions=functions)
-    if opened.step is not None:
-        say(f"{folder} is unfinished: using its checkpoint of step {opened.step}")
+    say_unfinished(folder, opened.step)
     return opened
+
+
+def say_unfinished(folder: Path, step: int | None) -> None:
+    """Which step is used of an unfinished run; None: it is finished."""
+    if step is not None and main_process():
+        say(f"{folder} is unfinished: using its checkpoint of step {step}")

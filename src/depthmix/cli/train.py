@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from depthmix.cli.processes import BY_DEFAULT, Processes
 from depthmix.cli.shared import SET, Data, Several, flag, print_result, switch
 from depthmix.ops import keep_freed_memory
 from depthmix.parallel.ranks import main_process
@@ -113,10 +114,16 @@ class Machine:
         str | None, flag("Device, such as cpu, cuda or cuda:1; the same as --set run.device.", "DEVICE", default="cpu")
     ] = None
     precision: Annotated[
-        Literal["float32", "bfloat16"] | None,
-        flag("float32 or bfloat16 (autocast); the same as --set run.precision.", "PRECISION", default="float32"),
-    ] = None
+        Literal["float32", "bfloat16", "float64"] | None,
+        flag("float32, bfloat16 (autocast; on several processes FSDP2's mixed precision) or float64; the same as --set "
+             "run.precision.", "PRECISION", default="float32"),
+    ] = None  # fmt: skip
     compile: Annotated[bool, switch("Use torch.compile; the same as --set run.compile=true.")] = False
+    recompute: Annotated[
+        int | None,
+        flag("Activation checkpointing: keep the state over depth every N sublayers and recompute what is between; the "
+             "same as --set run.recompute.", "N", default="none"),
+    ] = None  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,16 +148,20 @@ def run(
     data: TrainingData = TrainingData(),
     training: Training = Training(),
     machine: Machine = Machine(),
+    processes: Processes = BY_DEFAULT,
     run: Run = Run(),
 ) -> int:
     """Train a decoder. Progress goes to stderr, the result to stdout.
+
+    On several processes: torchrun --nproc-per-node 4 -m depthmix train --tp 2 …, with the flags of the part
+    "processes"; any product of them. The result does not depend on them.
 
     --print-config shows every field of the configuration and its value; --set changes any of them.
 
     Exit code 1 if training stopped by itself (a bad loss, a full disk), 130 after Ctrl-C; both can be resumed by the
     same command.
     """
-    chosen = resolve_config(model, run.folder, training.tokens, given_fields(data, training, machine))
+    chosen = resolve_config(model, run.folder, training.tokens, given_fields(data, training, machine, processes))
     numbers = "" if model.preset is None else describe_recipe(model.preset, chosen)
     if run.print_config:
         print(f"# {numbers}\n{chosen.to_toml()}" if numbers else chosen.to_toml(), end="")
@@ -178,7 +189,9 @@ def run(
     return 0
 
 
-def given_fields(data: TrainingData, training: Training, machine: Machine) -> list[tuple[str, Any]]:
+def given_fields(
+    data: TrainingData, training: Training, machine: Machine, processes: Processes = BY_DEFAULT
+) -> list[tuple[str, Any]]:
     """Dotted keys and values, of --set and of the flags that stand for a key; one key takes one of both."""
     flags = {
         "data": ("data.source", data.data),
@@ -191,7 +204,13 @@ def given_fields(data: TrainingData, training: Training, machine: Machine) -> li
         "device": ("run.device", machine.device),
         "precision": ("run.precision", machine.precision),
         "compile": ("run.compile", machine.compile or None),
+        "recompute": ("run.recompute", machine.recompute),
+        "pp-cache": ("parallel.pp_cache", None if processes.pp_cache is None else processes.pp_cache == "on"),
     }
+    for field in dataclasses.fields(processes):
+        if field.name != "pp_cache":
+            name = field.name.replace("_", "-")
+            flags[name] = (f"parallel.{field.name}", getattr(processes, field.name))
     pairs = [split_pair(text, "optimizer.weight_decay=0.05") for text in training.set_]
     keys = {key for key, _ in pairs}
     for name, (key, value) in flags.items():
@@ -220,12 +239,15 @@ def check_duration(seconds: float, accepted: bool) -> None:
 def train_until_stopped(chosen: TrainConfig, restart: bool, progress: TrainingProgress) -> Result | int:
     """The result, or the exit code of a run that stopped; why it did is then on stderr."""
     resume = f"To resume: depthmix train --folder {shlex.quote(chosen.run.folder)}"
+    says = main_process()
     try:
         result = train(chosen, resume=not restart, report=progress.report)
     except FileNotFoundError:
         raise
-    except (BadLoss, CheckpointError, OSError) as error:
+    except (BadLoss, CheckpointError) as error:  # the same on all ranks
         reason, code = str(error), 1
+    except OSError as error:  # of this rank: a full disk; or another one has ended, and none of the others knows which
+        reason, code, says = str(error), 1, True
     except Interrupted as error:
         reason, code = f"{error}. {resume}", 130
     except KeyboardInterrupt:  # before the first step, or a second time
@@ -236,7 +258,7 @@ def train_until_stopped(chosen: TrainConfig, restart: bool, progress: TrainingPr
         return result
     finally:
         progress.end()
-    if main_process():
+    if says:
         say(f"depthmix: {reason}")
     return code
 
@@ -336,6 +358,8 @@ class TrainingProgress:
             f"training: {tokens:,} tokens in {self.steps:,} steps of {self.config.tokens_per_step:,}, "
             f"{epochs:.3g} epochs of {event['train_tokens']:,} tokens"
         )
+        if event["processes"]:
+            say(f"processes: {event['processes']}")
         resumed = f"resuming after step {first:,}; " if first else ""
         duration = format_duration(self.seconds(self.steps - first))
         say(f"{resumed}estimated time: {duration}, from the speed of matrix products on this machine")
