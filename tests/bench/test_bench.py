@@ -198,6 +198,7 @@ def test_every_timed_part_is_repeated_in_every_process_and_compiled_only_where_a
         "decode",
         "values",
         "loop",
+        "pipeline",
         "sources",
         "depth",
         "width",

@@ -13,6 +13,7 @@ import torch
 from depthmix.bench.report import BASELINE
 from depthmix.bench.step import ratios, with_control
 from depthmix.models import DecoderConfig
+from depthmix.parallel.layout import Layout
 from depthmix.training import DataConfig, RunConfig, TrainConfig, loop
 from depthmix.training.run import Run
 
@@ -22,7 +23,7 @@ LOOP, ALONE = "depthmix train", "without the optimiser"
 def run(model: Mapping[str, Any], tokens: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Both train one model, in turns; the loop adds the next batch, clipping, the check of the loss and metrics."""
     with tempfile.TemporaryDirectory() as folder:
-        run = loop.begin(prepared(Path(folder), model, tokens), torch.device("cpu"), lambda event: None)
+        run = loop.begin(prepared(Path(folder), model, tokens), Layout(), torch.device("cpu"), lambda event: None)
         try:
             return {"loop": ratios(with_control(variants(run)), rounds, "loop")}
         finally:
@@ -49,12 +50,12 @@ def variants(run: Run) -> dict[str, Callable[[], None]]:
     row = next(run.batches)
 
     def alone() -> None:
-        run.model.loss(row).backward()
-        run.model.zero_grad(set_to_none=True)
+        run.model.loss_of(row).backward()
+        run.model.zero_grad()
 
     def bare() -> None:
-        run.model.loss(row).backward()
+        run.model.loss_of(row).backward()
         run.optimizers.step(1.0)
-        run.model.zero_grad(set_to_none=True)
+        run.model.zero_grad()
 
     return {BASELINE: bare, LOOP: lambda: loop.step(run), ALONE: alone}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.bench.mixing import MIXING, MIXING_CPU, MIXING_CPU_MS, MIXING_MS, REAL
+from depthmix.bench.pipeline import MICROBATCHES, PIPELINE, PIPELINE_MIXING, RANKS, STAGES, TRANSPORT
 from depthmix.bench.read import READ, READ_KEPT
 from depthmix.bench.report import BASELINE, KEPT, RUNS, SOURCES, Report, Row
 
@@ -43,6 +44,15 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ("compiled decode", "The same under `torch.compile`:"),
             ("value step", "A training step with values mixed over depth inside attention, relative to one without:"),
             ("loop", "A step of `depthmix train`, relative to forward, backward and optimiser alone:"),
+        ),
+    ),
+    (
+        "pipeline",
+        "A pipeline",
+        (
+            (PIPELINE, "A training step, relative to the plain residual in the same pipeline:"),
+            (PIPELINE_MIXING, "By the time of mixing and transport, 1 + (mechanism − residual) / real step:"),
+            (TRANSPORT, "The step with the cache, relative to the step without it:"),
         ),
     ),
     (
@@ -141,6 +151,13 @@ def size_of(report: Report, section: str) -> str:
             f"\n{2 * model['layers']} sublayers, D = {model['dim']}. Decoding: batch {decode['batch']}, a cache of "
             f"{decode['capacity']} columns, three quarters full, a head of {model['vocab_size']:,} tokens. Training: "
             f"{values['tokens']} tokens, a head of {values['model']['vocab_size']}."
+        )
+    if section == "pipeline":
+        size = sizes["pipeline"]
+        return (
+            f"\n{RANKS} processes of one thread with {STAGES} stages each, interleaved 1F1B, {MICROBATCHES} "
+            f"micro-batches of {size['tokens']} tokens; {size['depth']} sublayers, D = {size['dim']}, hidden "
+            f"{size['hidden']}."
         )
     sources, depth, width = sizes["sources"], sizes["depth"][0], sizes["width"][0]
     return (

@@ -15,6 +15,7 @@ from depthmix.bench.memory import UNAVAILABLE
 from depthmix.bench.mixing import MIXING, MIXING_CPU_MS, MIXING_MS
 from depthmix.bench.model import Size, options_for, size_for
 from depthmix.bench.peers import installed
+from depthmix.bench.pipeline import PIPELINE_MIXING, TRANSPORT
 from depthmix.bench.processes import Job, merged, run_jobs
 from depthmix.bench.read import FORWARD, READ, READ_KEPT
 from depthmix.bench.report import BASELINE, KEPT, SOURCES, Report, Row, final_rows, ratio_rows, with_verdicts
@@ -22,12 +23,12 @@ from depthmix.models import DecoderConfig
 from depthmix.ops.attend import dispatch
 from depthmix.support.checks import check_range
 
-Part = Literal["read", "mixing", "step", "decode", "values", "loop", "memory", "growth"]
+Part = Literal["read", "mixing", "step", "decode", "values", "loop", "pipeline", "memory", "growth"]
 PARTS: tuple[Part, ...] = typing.get_args(Part)
 VALUES = ("depth_attention", "value_residual")
 FOCUS = ("block_attnres", "attnres")  # where measuring every mechanism would take hours: compiling, growth
 # A mechanism's step is bounded in `mixing`: the noise of whole steps is larger than the effects to be distinguished.
-BOUNDED = (READ, SOURCES, MIXING, "compiled step", "compiled decode", "value step", "loop")
+BOUNDED = (READ, SOURCES, MIXING, "compiled step", "compiled decode", "value step", "loop", PIPELINE_MIXING, TRANSPORT)
 UNITS = {READ: "passes", READ_KEPT: "passes", MIXING_MS: "ms", MIXING_CPU_MS: "ms"}
 
 
@@ -38,6 +39,7 @@ class Sizes:
     sources: Mapping[str, Any]
     decode: Mapping[str, Any]
     values: Mapping[str, Any]
+    pipeline: Size = Size(tokens=512)
     depth: list[Size]
     width: list[Size]
 
@@ -65,6 +67,7 @@ QUICK = Sizes(
     sources={"counts": [2, 4], "tokens": 64, "dim": 64},
     decode={"model": decoder(6, vocab_size=64, dim=64), "batch": 2, "capacity": 16},
     values={"model": decoder(4, dim=64), "tokens": 32},
+    pipeline=Size(dim=64, depth=8, hidden=128, tokens=32),
     depth=[size_for(64, depth, 32) for depth in (2, 4)],
     width=[size_for(dim, 2, 32) for dim in (64, 128)],
 )
@@ -149,6 +152,9 @@ def timed_jobs(settings: Settings) -> list[Job]:
         add("values", "decode:run_values", 200, kv_mixers=VALUES, rounds=rounds, **sizes.values)
     if "loop" in settings.parts:
         add("loop", "loop:run", 250, rounds=rounds, **sizes.values)
+    if "pipeline" in settings.parts:
+        mixers = {name: options_for(name, sizes.pipeline.depth) for name in settings.focus[:1]}
+        add("pipeline", "pipeline:run", 400, mixers=mixers, size=sizes.pipeline, rounds=few)
     if "growth" in settings.parts:
         add("sources", "growth:run_sources", 60, keep=False, rounds=rounds, **sizes.sources)
         for axis in ("depth", "width"):
