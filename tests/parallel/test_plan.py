@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 import depthmix as dm
 from depthmix import parallel
-from depthmix.parallel.segment import Segment
+from depthmix.parallel import stage_module
+from depthmix.parallel.network import NetworkSegment
 from tests.cases import EVERY_MECHANISM
 from tests.parallel.network import DIM, HEADS, ROWS, TOKENS, Network, batch_of, loss_of
 from tools import draw_pipeline
@@ -241,21 +240,15 @@ def test_an_older_torch_is_refused(network: Network, monkeypatch: pytest.MonkeyP
 
 def test_an_embedding_that_is_not_as_planned_is_refused(network: Network) -> None:
     plan = planned(network)
-    options: dict[str, Any] = {"transport": plan.cached, "embed": None, "head": None, "values": None}
-    segment = Segment(plan, 0, network.depth, list(network.sublayers), recompute=False, **options)
-    for wrong in (torch.randn(*SHAPE, DIM), torch.randn(1, TOKENS, DIM, dtype=torch.float64)):
+    for wrong in (torch.randn(1, TOKENS, DIM, dtype=torch.float64), torch.randn(*SHAPE, DIM)):
+        network.to(wrong.dtype)
+        part = NetworkSegment(network.depth, list(network.sublayers), 0, plan.bounds[1])
+        stage = stage_module.StageModule(part, 0, plan)
         with pytest.raises(ValueError, match=says(str(wrong.dtype), str(list(wrong.shape)), "[2, 4, 8]", "float64")):
-            segment(wrong)
+            stage(wrong)
 
 
 # One process.
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_process")
@@ -329,8 +322,6 @@ def test_a_wrong_number_of_deposits_is_an_error(deposits: int) -> None:
 
 def test_sublayers_of_a_stage_need_not_be_distinct() -> None:
     network = Network({"mechanism": "residual", "depth": 8, "repeat": 1})
-    plan = planned(network)
-    options: dict[str, Any] = {"transport": plan.cached, "embed": None, "head": None, "values": None}
-    segment = Segment(plan, 0, network.depth, list(network.sublayers), recompute=False, **options)
+    segment = NetworkSegment(network.depth, list(network.sublayers), 0, 4)
     shared: list[nn.Parameter] = list(network.sublayers[0].parameters())
     assert [id(p) for p in segment.used_repeatedly()] == [id(p) for p in shared]
