@@ -14,7 +14,7 @@ help:
 	@echo "make study        compare six mechanisms with Muon and four with AdamW (about an hour and a half); writes docs/results/first_study*"
 	@echo "make test         linters, types and all tests (a few minutes on two cores)"
 	@echo "make test-full    the same with every combination of mechanism, KV site and form of the decoder, and 10,000 random command lines"
-	@echo "make test-parallel  all tests of pipelines, in up to four processes (some minutes)"
+	@echo "make test-parallel  all tests of many processes: layouts, pipelines, checkpoints, killed ranks (about 12 minutes)"
 	@echo "make conformance  compare with public implementations from PyPI"
 	@echo "make bench        measure speed and memory, also of other implementations; writes docs/results/speed.md (over an hour)"
 	@echo "make docs         build the documentation into site/"
