@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,6 +60,8 @@ def process_group(device: torch.device, timeout: int = 600) -> Iterator[None]:
     store = PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=store, rank=own, world_size=size, timeout=limit)
     met.append(True)
+    # Of a matrix that tensor parallelism and FSDP2 have both cut: it is gathered in two messages.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     try:
         yield
     finally:
