@@ -5,8 +5,6 @@ Processes are started once for each number of ranks and run all cases of it; a t
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 
 import depthmix as dm
 from depthmix.mechanisms import kv_mechanism
-from tests.parallel.test_pipeline import TOLERANCE, run_ranks
+from tests.parallel.test_pipeline import TOLERANCE, refuse_mistakes, run_cases
 
 AUXILIARY = {"experts": 4, "active": 2, "shared": 1, "hidden": 16, "balance": "loss", "balance_rate": 0.5}
 
@@ -59,15 +57,8 @@ def mistakes(case: dict[str, Any], results: list[dict[str, Any]]) -> list[str]:
 
 
 def check(cases: list[dict[str, Any]], ranks: int, folder: Path, seconds: float = 600) -> list[list[dict[str, Any]]]:
-    (folder / "cases.json").write_text(json.dumps(cases))
-    run_ranks([[sys.executable, "-m", "tests.parallel.decoder_worker", str(folder)]] * ranks, folder, seconds)
-    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
-    wrong = {
-        str(case): found
-        for number, case in enumerate(cases)
-        if (found := mistakes(case, [of_rank[number] for of_rank in results]))
-    }
-    assert not wrong, "\n".join(f"{name}: {'; '.join(found)}" for name, found in wrong.items())
+    results = run_cases(cases, ranks, folder, seconds, "tests.parallel.decoder_worker")
+    refuse_mistakes(cases, results, mistakes)
     return results
 
 

@@ -5,8 +5,6 @@ Processes are started once for each number of ranks and run all cases of it; a t
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from depthmix.mechanisms import kv_mechanism
 from depthmix.parallel.config import ParallelConfig
 from depthmix.parallel.layout import make_layout
 from tests.decoders import tiny_config
-from tests.parallel.test_pipeline import run_ranks
+from tests.parallel.test_pipeline import refuse_mistakes, run_cases
 
 FSDP, TP = {"fsdp": 2}, {"tp": 2}
 NAIVE, CACHED = {"pp": 2, "pp_cache": False}, {"pp": 2, "virtual_stages": 2}
@@ -97,15 +95,8 @@ def wrong_calls(when: str, want: int, results: list[dict[str, Any]]) -> list[str
 
 
 def check(cases: list[dict[str, Any]], ranks: int, folder: Path, seconds: float = 600) -> list[list[dict[str, Any]]]:
-    (folder / "cases.json").write_text(json.dumps(cases))
-    run_ranks([[sys.executable, "-m", "tests.parallel.layout_worker", str(folder)]] * ranks, folder, seconds)
-    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
-    wrong = {
-        str(case): found
-        for number, case in enumerate(cases)
-        if (found := mistakes(case, [of_rank[number] for of_rank in results]))
-    }
-    assert not wrong, "\n".join(f"{name}: {'; '.join(found)}" for name, found in wrong.items())
+    results = run_cases(cases, ranks, folder, seconds, "tests.parallel.layout_worker")
+    refuse_mistakes(cases, results, mistakes)
     return results
 
 

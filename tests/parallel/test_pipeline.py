@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,12 @@ def run_ranks(commands: list[list[str]], folder: Path, seconds: float) -> list[s
     return [log.read_text() for log in logs]
 
 
-def run_cases(cases: list[dict[str, Any]], ranks: int, folder: Path, seconds: float) -> list[list[dict[str, Any]]]:
+def run_cases(
+    cases: list[dict[str, Any]], ranks: int, folder: Path, seconds: float, worker: str = "tests.parallel.worker"
+) -> list[list[dict[str, Any]]]:
     """The results of each rank, in the order of the cases."""
     (folder / "cases.json").write_text(json.dumps(cases))
-    run_ranks([[sys.executable, "-m", "tests.parallel.worker", str(folder)]] * ranks, folder, seconds)
+    run_ranks([[sys.executable, "-m", worker, str(folder)]] * ranks, folder, seconds)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -97,14 +100,23 @@ def mistakes(case: dict[str, Any], results: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def check(cases: list[dict[str, Any]], ranks: int, folder: Path, seconds: float = 1200) -> list[list[dict[str, Any]]]:
-    results = run_cases(cases, ranks, folder, seconds)
+def refuse_mistakes(
+    cases: list[dict[str, Any]],
+    results: list[list[dict[str, Any]]],
+    find: Callable[[dict[str, Any], list[dict[str, Any]]], list[str]],
+) -> None:
+    """Fail with everything that `find` says of each case, from the results of all ranks."""
     wrong = {
         str(case): found
         for number, case in enumerate(cases)
-        if "run" not in case and (found := mistakes(case, [of_rank[number] for of_rank in results]))
+        if "run" not in case and (found := find(case, [of_rank[number] for of_rank in results]))
     }
     assert not wrong, "\n".join(f"{name}: {'; '.join(found)}" for name, found in wrong.items())
+
+
+def check(cases: list[dict[str, Any]], ranks: int, folder: Path, seconds: float = 1200) -> list[list[dict[str, Any]]]:
+    results = run_cases(cases, ranks, folder, seconds)
+    refuse_mistakes(cases, results, mistakes)
     return results
 
 

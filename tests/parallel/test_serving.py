@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ import pytest
 import depthmix as dm
 from depthmix.cli import main
 from depthmix.parallel.serving import serving_layout
-from tests.parallel.test_pipeline import run_ranks
+from tests.parallel.test_pipeline import run_cases, run_ranks
 from tests.runs import tiny_run
 
+WORKER = "tests.parallel.serving_worker"
 MOE = {"experts": 4, "active": 2, "hidden": 8, "shared": 1}
 MODELS: list[dict[str, Any]] = [
     {"mixer": {"name": "block_attnres", "block_sublayers": 3}},
@@ -24,14 +24,8 @@ MODELS: list[dict[str, Any]] = [
 ]
 
 
-def run_cases(cases: list[dict[str, Any]], ranks: int, folder: Path) -> list[list[dict[str, Any]]]:
-    (folder / "cases.json").write_text(json.dumps(cases))
-    run_ranks([[sys.executable, "-m", "tests.parallel.serving_worker", str(folder)]] * ranks, folder, 600)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
-
-
 def check_equal(cases: list[dict[str, Any]], ranks: int, folder: Path) -> None:
-    for of_rank in run_cases(cases, ranks, folder):
+    for of_rank in run_cases(cases, ranks, folder, 600, WORKER):
         for case, found in zip(cases, of_rank, strict=True):
             assert found["logits"] < 1e-11, case
             assert found["loss"] < 1e-11, case
@@ -57,7 +51,7 @@ def test_a_prefill_on_four_processes_holds_a_quarter_of_the_state_on_each(tmp_pa
     tokens, chunk, dim = 512, 128, 64
     model = {"mixer": {"name": "block_attnres", "block_sublayers": 4}, "layers": 8, "dim": dim, "hidden": 128}
     case = {"model": model, "layout": {"tp": 4}, "tokens": tokens, "chunk": chunk}
-    for (found,) in run_cases([case], 4, tmp_path):
+    for (found,) in run_cases([case], 4, tmp_path, 600, WORKER):
         whole = found[f"alone {tokens}"]
         assert whole["blocks"] == 5 * tokens * dim * 4  # embedding, three blocks and the partial sum
         assert whole["derived"] > 0

@@ -6,6 +6,7 @@ Axes of shapes: B row, T token, K key-value head, d channel of a head.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -70,13 +71,19 @@ def decoder_plan(
     )
 
 
+def meta_parts(config: DecoderConfig, plan: Plan) -> Iterator[tuple[int, Segment]]:
+    """The rank and the part of every stage, in order; on the meta device, for their names and shapes."""
+    for (lo, hi), rank in zip(itertools.pairwise(plan.bounds), plan.rank_of, strict=True):
+        with torch.device("meta"):
+            part = Segment(config, lo, hi)
+        yield rank, part
+
+
 def shared_names(config: DecoderConfig, plan: Plan) -> dict[str, tuple[int, ...]]:
     """Parameters that several ranks of the pipeline hold, each with these ranks: those of looped layers, shared mixers
     and a tied embedding. Computed alike on every rank."""
     holders: dict[str, set[int]] = {}
-    for (lo, hi), rank in zip(itertools.pairwise(plan.bounds), plan.rank_of, strict=True):
-        with torch.device("meta"):
-            part = Segment(config, lo, hi)
+    for rank, part in meta_parts(config, plan):
         for name, _ in part.named_parameters():
             holders.setdefault(name, set()).add(rank)
     return {name: tuple(sorted(ranks)) for name, ranks in sorted(holders.items()) if len(ranks) > 1}

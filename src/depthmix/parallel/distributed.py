@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from depthmix import ops
 from depthmix.mechanisms.record import is_record, with_records
-from depthmix.models import Decoder, DecoderConfig, Segment
+from depthmix.models import Decoder, DecoderConfig
 from depthmix.models.decoder import SublayerLoop, empty_decoder
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.parallel import ranks
-from depthmix.parallel.decoder_plan import shared_names
+from depthmix.parallel.decoder_plan import meta_parts, shared_names
 from depthmix.parallel.layout import AXES, Layout
 from depthmix.parallel.plan import Plan
 
@@ -291,9 +290,7 @@ def own_dtype(parts: dict[int, SublayerLoop]) -> torch.dtype:
 def holders(config: DecoderConfig, plan: Plan, dtype: torch.dtype) -> dict[str, tuple[int, torch.Size, torch.dtype]]:
     """The first rank of a pipeline that holds each tensor of the decoder's state, its shape and its dtype."""
     found: dict[str, tuple[int, torch.Size, torch.dtype]] = {}
-    for (lo, hi), rank in zip(pairwise(plan.bounds), plan.rank_of, strict=True):
-        with torch.device("meta"):
-            part = Segment(config, lo, hi)
+    for rank, part in meta_parts(config, plan):
         parameters = {name for name, _ in part.named_parameters()}
         for name, tensor in part.state_dict().items():
             if not is_record(name):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from depthmix.models import DecoderConfig, Segment
+from depthmix.models import DecoderConfig
 from depthmix.parallel.config import ParallelConfig
-from depthmix.parallel.decoder_plan import decoder_plan
+from depthmix.parallel.decoder_plan import decoder_plan, meta_parts
 from depthmix.parallel.plan import Plan
 from depthmix.parallel.schedules import RULES, check_schedule
 
@@ -196,9 +196,7 @@ def count_microbatches(schedule: str, config: ParallelConfig, rows: int, accumul
 def check_not_tied(model: DecoderConfig, plan: Plan) -> None:
     """FSDP2 cannot shard a parameter twice, once for each of two stages of a process."""
     held: dict[tuple[int, str], int] = {}
-    for s, rank in enumerate(plan.rank_of):
-        with torch.device("meta"):
-            part = Segment(model, plan.bounds[s], plan.bounds[s + 1])
+    for s, (rank, part) in enumerate(meta_parts(model, plan)):
         for name, _ in part.named_parameters():
             if (other := held.setdefault((rank, name), s)) != s:
                 raise ValueError(
