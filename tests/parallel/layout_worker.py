@@ -204,6 +204,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         CALLS.clear()
         with watched(case, number, result):
             losses.append(model.backward([*own[:, model.data_rank]]))
+            for name, parameter in model.named_parameters():  # partial sums would be completed again by each operation
+                if hasattr(parameter, "placements"):
+                    assert parameter.grad.placements == parameter.placements, name
         result["calls"]["step"] = dict(CALLS)
         if number == 0:
             gradients = {name: full(p.grad) for name, p in model.named_parameters()}
