@@ -1,7 +1,7 @@
 """depthmix: what should a layer read from the layers below it?"""
 
 from importlib import import_module
-from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from depthmix import ops
 from depthmix.analysis import Trace, effective_rank, row_sums, semiseparable_rank, sinks, trace
@@ -37,9 +37,13 @@ from depthmix.models import (
     update_balance,
 )
 
+if TYPE_CHECKING:
+    from depthmix.analysis import Ablation, Survey, ablate, editing, survey
+
 __version__ = "0.1.0"
 
 __all__ = [
+    "Ablation",
     "Decoder",
     "DecoderConfig",
     "DepthMixer",
@@ -58,7 +62,10 @@ __all__ = [
     "SourceWeights",
     "State",
     "StateSpec",
+    "Survey",
     "Trace",
+    "ablate",
+    "editing",
     "effective_rank",
     "generate",
     "list_mechanisms",
@@ -74,15 +81,21 @@ __all__ = [
     "segment_bounds",
     "semiseparable_rank",
     "sinks",
+    "survey",
     "trace",
     "update_balance",
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
+LATER = ("Ablation", "Survey", "ablate", "editing", "survey")  # of analysis
+
+
+def __getattr__(name: str) -> Any:
     """Parts that are imported when they are asked for."""
-    if name in ("bench", "data", "parallel", "studies", "training"):
+    if name in ("bench", "data", "parallel", "report", "studies", "training"):
         return import_module(f"{__name__}.{name}")
     if name == "plot":
         return import_module(f"{__name__}.analysis.plot")
+    if name in LATER:
+        return getattr(import_module(f"{__name__}.analysis"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from depthmix.analysis.statistics import POWER, estimate, interpolate, ratio, student
 from depthmix.cli.compare import print_comparison
 from depthmix.studies.comparison import Row, Run, compare, crossings, needed, reached, read_run, speed_up
 from depthmix.studies.comparison_figures import draw_comparison
 from depthmix.studies.comparison_page import render
 from depthmix.studies.page import Provenance
-from depthmix.studies.statistics import POWER, estimate, interpolate, ratio, student
 
 ABOUT = Provenance(command="depthmix compare", machine="a machine", data="stdlib")
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from depthmix.analysis.routes import replaces_weights
 from depthmix.analysis.trace import Trace, trace
 from depthmix.mechanisms import DepthStack, State, param_groups
 
@@ -177,6 +178,19 @@ def check_meta(name: str, options: Mapping[str, Any], probe: Probe) -> Iterator[
     yield Check(f"builds on the meta device, as `list`, `show` and `train` require{reason}", float(bool(reason)), 0)
 
 
+def check_weights(probe: Probe, traced: Trace) -> Iterator[Check]:
+    """Of mechanisms that weight a list of sources: their weights can be taken out of the coefficients and put back."""
+    errors = []
+    with torch.no_grad():
+        for mixer, c in zip(probe.stack.all_mixers(), traced.coefficients, strict=True):
+            given = mixer.source_weights(c)
+            if given is not None and len(given.names) > 1 and replaces_weights(mixer):
+                again = mixer.source_weights(mixer.with_weights(c, given.weights))
+                errors.append(float("inf") if again is None else distance(again.weights, given.weights))
+    if errors:
+        yield Check("weights over sources can be replaced", max(errors), TOLERANCE[probe.dtype])
+
+
 def check_spec(probe: Probe) -> Iterator[Check]:
     with torch.no_grad():
         states = probe.states()
@@ -289,6 +303,7 @@ def verify(
         *check_start(name, options, probe),
         *check_facts(probe, traced),
         *check_meta(name, options, probe),
+        *check_weights(probe, traced),
         *check_spec(probe),
         *check_slices(probe),
         *check_locality(probe),

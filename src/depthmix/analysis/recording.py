@@ -68,7 +68,8 @@ def recording(stack: DepthStack) -> Iterator[Record]:
         with torch.no_grad():
             c, v = mixer.value(essential, record.coefficients[site], y)
         record.coefficients[site] = copy_coefficients(c)
-        record.outputs[site], record.written[site] = y.detach().clone(), v.detach().clone()
+        record.outputs[site] = y.detach().clone()
+        record.written[site] = record.outputs[site] if v is y else v.detach().clone()
         return type(mixer).write(mixer, state, carry, y) if torch.is_grad_enabled() else mixer.update(essential, c, v)
 
     with replaced(stack, begin, read, write):

@@ -8,14 +8,14 @@ H head of the weights, C source that a mechanism names.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from depthmix import ops
-from depthmix.mechanisms import DepthStack, KVMixer, State
+from depthmix.mechanisms import DepthStack, KVMixer, SourceWeights, State
 
 
 def value_matrix(layers: Sequence[tuple[KVMixer, Any, Tensor]]) -> Tensor | None:
@@ -37,15 +37,33 @@ def replay(
     stack: DepthStack, coefficients: Sequence[Any], sources: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[State]]:
     """The rows and states that the linear maps give for other sources, with recorded coefficients."""
+    rows, states = zip(*replayed(stack, coefficients, sources), strict=True)
+    return list(rows), list(states)
+
+
+def replayed(
+    stack: DepthStack, coefficients: Sequence[Any], sources: Iterable[Tensor]
+) -> Iterator[tuple[Tensor, State]]:
+    """One row after the other, each with the state before it; only the newest state is kept."""
     assert stack.out is not None
-    state = next(iter(stack)).begin(sources[0])
-    rows, states = [], [state]
-    for mixer, c, source in zip(stack, coefficients[:-1], sources[1:], strict=True):
-        rows.append(mixer.combine(state, c))
-        state = mixer.update(state, c, source)
-        states.append(state)
-    rows.append(stack.out.combine(state, coefficients[-1]))
-    return rows, states
+    remaining = iter(sources)
+    state = next(iter(stack)).begin(next(remaining))
+    for mixer, c in zip(stack, coefficients[:-1], strict=True):
+        yield mixer.combine(state, c), state
+        state = mixer.update(state, c, next(remaining))
+    yield stack.out.combine(state, coefficients[-1]), state
+
+
+def one_hot_rows(
+    stack: DepthStack, coefficients: Sequence[Any], x: Tensor, groups: int, first: int = 0, last: int | None = None
+) -> Iterator[Tensor]:
+    """Each row as [i, ..., G]: its weights for the sources `first` to `last` − 1 (None: all), zeros for later ones."""
+    n = stack.depth + 1
+    unit = torch.eye(n, dtype=ops.accumulator(x.dtype), device=x.device)[first:last]
+    shape = (len(unit), *x.shape[:-1], groups)
+    # Views of single numbers: n sources of n² numbers per token would be the largest tensors of a trace.
+    sources = (unit[:, i].reshape(-1, *[1] * x.dim()).expand(shape) for i in range(n))
+    return (row for row, _ in replayed(stack, coefficients, sources))
 
 
 def mixing_matrix(
@@ -53,10 +71,7 @@ def mixing_matrix(
 ) -> Tensor:
     if channels is not None and not all(isinstance(k, int) and -stack.dim <= k < stack.dim for k in channels):
         raise ValueError(f"channels={list(channels)}; expected indices below the width, dim={stack.dim}")
-    n = stack.depth + 1
-    zero = x.new_zeros((n, *x.shape[:-1], groups), dtype=ops.accumulator(x.dtype))
-    one_hot = [zero.index_fill(0, torch.tensor([i], device=x.device), 1) for i in range(n)]
-    rows, _ = replay(stack, coefficients, one_hot)  # each [i, ..., G]
+    rows = list(one_hot_rows(stack, coefficients, x, groups))
     if channels is not None and groups == stack.dim:
         rows = [row[..., list(channels)] for row in rows]
     M = torch.stack(rows).movedim((0, 1), (-2, -1))  # [..., G, row, i]
@@ -66,19 +81,40 @@ def mixing_matrix(
 def operator_parts(stack: DepthStack, coefficients: Sequence[Any], written: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Contributions [row, i, ..., D] of the real writes, and their gains [..., row, i]."""
     n = stack.depth + 1
-    isolated = []  # each write, with the others zero
-    for i, v in enumerate(written):
-        wide = ops.wide(v)
-        isolated.append(torch.stack([wide if j == i else torch.zeros_like(wide) for j in range(n)]))
-    rows, states = replay(stack, coefficients, isolated)
-    streams = [s[0].flatten(-2) for s in states]  # [i, ..., M·D] before each row
-    first = torch.stack([streams[i][i] for i in range(n)])  # each write as it entered
-    tiny = torch.finfo(first.dtype).tiny
-    direction = first / first.abs().amax(-1, keepdim=True).clamp(min=tiny)  # squares of large writes overflow
-    scale = (first * direction).sum(-1).clamp(min=tiny)
-    gain = torch.stack([(s * direction).sum(-1) / scale for s in streams])  # [row, i, ...]
-    causal = torch.ones(n, n, device=gain.device).tril().view(n, n, *[1] * (gain.dim() - 2))
-    return torch.stack(rows), (gain * causal.to(gain.dtype)).movedim((0, 1), (-2, -1))
+    rows = list(gains(replayed(stack, coefficients, isolated(written, 0, n)), 0, n))
+    M = rows[0][1].new_zeros(n, n, *rows[0][1].shape[1:])
+    for r, (_, gain) in enumerate(rows):
+        M[r, : r + 1] = gain
+    return torch.stack([row for row, _ in rows]), M.movedim((0, 1), (-2, -1))
+
+
+def isolated(written: Sequence[Tensor], first: int, last: int) -> Iterator[Tensor]:
+    """Each write as a source of its own, [i, ..., D], where i runs over the writes `first` to `last` − 1."""
+    for index, v in enumerate(written):
+        alone = ops.wide(v).new_zeros(()).expand(last - first, *v.shape)
+        if first <= index < last:
+            alone = alone.clone()
+            alone[index - first] = v
+        yield alone
+
+
+def gains(rows: Iterable[tuple[Tensor, State]], first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each replayed row, and the gains [i, ...] of those of the writes `first` to `last` − 1 that it can read.
+
+    The gain of a write is its part along itself as it entered the state: <T w, w> / |w|^2.
+    """
+    directions = scales = torch.empty(0)
+    for r, (row, state) in enumerate(rows):
+        streams = state[0].flatten(-2)  # [i, ..., M·D] before the row
+        if r == 0:
+            directions, scales = streams.new_empty(streams.shape), streams.new_empty(streams.shape[:-1])
+        if first <= r < last:
+            w, tiny = streams[r - first], torch.finfo(streams.dtype).tiny
+            # Squares of large writes overflow.
+            directions[r - first] = w / w.abs().amax(-1, keepdim=True).clamp(min=tiny)
+            scales[r - first] = (w * directions[r - first]).sum(-1).clamp(min=tiny)
+        known = max(0, min(r + 1, last) - first)
+        yield row, (streams[:known] * directions[:known]).sum(-1) / scales[:known]
 
 
 class Weights(NamedTuple):
@@ -90,9 +126,17 @@ class Weights(NamedTuple):
     partial: list[bool]  # whether the newest source of a row is still growing
 
 
-def weights_over_sources(stack: DepthStack, coefficients: Sequence[Any], x: Tensor) -> Weights | None:
-    """The weights of all rows over their sources, in one table; None if no row weights a list of sources."""
-    rows = [mixer.source_weights(c) for mixer, c in zip(stack.all_mixers(), coefficients, strict=True)]
+class NamedSources(NamedTuple):
+    """The sources that the rows of a mechanism weight."""
+
+    names: list[str]
+    reads: list[list[int]]  # indices of the names that each row reads, the newest last
+    partial: list[bool]  # whether the newest source of a row is still growing
+    heads: int
+
+
+def name_sources(rows: Sequence[SourceWeights | None]) -> NamedSources | None:
+    """One list of names for all rows; None if no row weights a list of sources."""
     columns: dict[str, int] = {}
     for row in rows:
         for name in row.names if row is not None else ():
@@ -101,9 +145,18 @@ def weights_over_sources(stack: DepthStack, coefficients: Sequence[Any], x: Tens
         return None
     reads = [[] if row is None else [columns[name] for name in row.names] for row in rows]
     heads = max((row.weights.shape[-2] for row in rows if row is not None and row.weights.dim() > 1), default=1)
-    table = x.new_zeros((*x.shape[:-1], heads, len(rows), len(columns)), dtype=ops.accumulator(x.dtype))
+    return NamedSources(list(columns), reads, [row is not None and row.partial for row in rows], heads)
+
+
+def weights_over_sources(stack: DepthStack, coefficients: Sequence[Any], x: Tensor) -> Weights | None:
+    """The weights of all rows over their sources, in one table; None if no row weights a list of sources."""
+    rows = [mixer.source_weights(c) for mixer, c in zip(stack.all_mixers(), coefficients, strict=True)]
+    named = name_sources(rows)
+    if named is None:
+        return None
+    shape = (*x.shape[:-1], named.heads, len(rows), len(named.names))
+    table = x.new_zeros(shape, dtype=ops.accumulator(x.dtype))
     for r, row in enumerate(rows):
         if row is not None:
-            table[..., r, reads[r]] = row.weights.to(table.dtype)
-    partial = [row is not None and row.partial for row in rows]
-    return Weights(table.squeeze(-3) if heads == 1 else table, list(columns), reads, partial)
+            table[..., r, named.reads[r]] = row.weights.to(table.dtype)
+    return Weights(table.squeeze(-3) if named.heads == 1 else table, named.names, named.reads, named.partial)

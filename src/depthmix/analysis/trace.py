@@ -239,19 +239,35 @@ def find_stack(model: nn.Module) -> DepthStack:
     return next(iter(stacks.values()))
 
 
-def assemble(stack: DepthStack, record: Record, channels: Sequence[int] | None) -> Trace:
+def groups_of(stack: DepthStack) -> int:
+    """The number of groups of channels with weights of their own."""
+    return next(iter(stack)).groups
+
+
+def kind_of(stack: DepthStack) -> TraceKind:
+    if next(iter(stack)).operator_valued:
+        return "operator"
+    groups = groups_of(stack)
+    return "scalar" if groups == 1 else "channel" if groups == stack.dim else "head"
+
+
+def check_complete(stack: DepthStack, record: Record) -> None:
+    """Raise an error unless a pass through the whole stack was recorded."""
     missing = [i for i in range(stack.depth + 1) if i not in record.inputs]
     if record.embedding is None or missing:
         raise ValueError(f"sites {missing} of {stack.name} were not read; expected a forward pass through all of them")
+
+
+def assemble(stack: DepthStack, record: Record, channels: Sequence[int] | None) -> Trace:
+    check_complete(stack, record)
+    assert record.embedding is not None
     coefficients = [record.coefficients[i] for i in range(stack.depth + 1)]
-    mixer = next(iter(stack))
-    if mixer.operator_valued:
-        kind: TraceKind = "operator"
+    kind = kind_of(stack)
+    if kind == "operator":
         written = [record.embedding, *(record.written[i] for i in range(stack.depth))]
         parts, M = operator_parts(stack, coefficients, written)
     else:
-        kind = "scalar" if mixer.groups == 1 else "channel" if mixer.groups == stack.dim else "head"
-        parts, M = None, mixing_matrix(stack, coefficients, record.embedding, mixer.groups, channels)
+        parts, M = None, mixing_matrix(stack, coefficients, record.embedding, groups_of(stack), channels)
     sources = weights_over_sources(stack, coefficients, record.embedding)
     named = {} if sources is None else sources._asdict()
     return Trace(

@@ -132,6 +132,10 @@ class DepthMixer(nn.Module):
         """The weights of this read over a list of sources; None if it does not weight a list of sources."""
         return None
 
+    def with_weights(self, c: Coeff, weights: Tensor) -> Coeff:
+        """`c` with other weights over its sources, so that `source_weights` returns these. Override it together."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `with_weights`")
+
     def streams(self, state: State) -> State:
         """The tensors of a state that consist of outputs, [..., D] or [..., M, D]; by default all of width D."""
         return tuple(tensor for tensor in state if tensor.shape[-1] == self.site.dim)

@@ -90,6 +90,9 @@ class DeltaAttnRes(SourceAttention):
     def source_weights(self, c: Coeff) -> SourceWeights | None:
         return None if c is None else SourceWeights(c - 1, output_names(1, self.site.index))
 
+    def with_weights(self, c: Coeff, weights: Tensor) -> Coeff:
+        return 1 + weights
+
     def streams(self, state: State) -> State:
         sources = state[:-1] if self.hands_on_read else state
         return (ops.weighted_sum(sources, [None] * len(sources)),)

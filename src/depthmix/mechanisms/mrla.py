@@ -252,5 +252,8 @@ class BaseLayerAttention(LayerAttention):
     def source_weights(self, c: Coeff) -> SourceWeights | None:
         return None if c.weights is None else SourceWeights(c.weights, output_names(1, self.site.index))
 
+    def with_weights(self, c: Coeff, weights: Tensor) -> Coeff:
+        return c._replace(weights=weights)
+
     def streams(self, state: State) -> State:
         return state[::2]  # without the keys

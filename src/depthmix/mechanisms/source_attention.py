@@ -308,3 +308,8 @@ class SourceAttention(DepthMixer):
             return None
         weights = torch.ones(()) if c is None else c / len(names) if self.config.counts_sources else c
         return SourceWeights(weights, names, self.reads_partial)
+
+    def with_weights(self, c: Coeff, weights: Tensor) -> Coeff:
+        if c is None:  # a single source is read as it is
+            return None
+        return weights * weights.shape[-1] if self.config.counts_sources else weights

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from depthmix.studies.statistics import CONFIDENCE, POWER, Estimate, estimate, interpolate, ratio
+from depthmix.analysis.statistics import CONFIDENCE, POWER, Estimate, estimate, interpolate, ratio
 from depthmix.support.checks import is_finite
 from depthmix.support.files import format_of, read_lines, read_object
 

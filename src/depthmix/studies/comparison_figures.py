@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.analysis.figures import new_figure, save
+from depthmix.analysis.statistics import Estimate, estimate, interpolate
 from depthmix.studies.comparison import Axis, Comparison, Row, Run
 from depthmix.studies.depth import CURVES, curve
-from depthmix.studies.statistics import Estimate, estimate, interpolate
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # safe for colour blindness
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")

@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from depthmix.analysis.statistics import CONFIDENCE, Estimate
 from depthmix.studies import depth
 from depthmix.studies.comparison import AXES, MARGIN, SPREAD, Axis, Comparison, Crossing, Row, interval_of
 from depthmix.studies.comparison_figures import Sweeps
 from depthmix.studies.page import Provenance, edge_notes, figure_lines, markdown_table, provenance_lines, sweep_table
-from depthmix.studies.statistics import CONFIDENCE, Estimate
 
 
 def render(

@@ -16,6 +16,7 @@ from depthmix.support.files import replacing, write_text
 from depthmix.training.folder import CONFIG, RESULT
 
 COPIED = ("metrics.jsonl", RESULT)
+MEASURED = ("trace.json", "trace.safetensors", "ablation.json")  # by `depthmix report`, for runs that have them
 SNAPSHOTS = "snapshots"
 
 
@@ -62,7 +63,7 @@ def publish_study(study: Study, target: Path, pages: Sequence[Path]) -> None:
         copy_file(page, target / page.relative_to(study.folder))
     for task in study.done:
         run = task.folder.relative_to(study.folder)
-        for name in COPIED:
+        for name in (*COPIED, *(name for name in MEASURED if (task.folder / name).is_file())):
             copy_file(task.folder / name, target / run / name)
         # Folders belong to the machine of the run, so they are left out; they are not part of the digest.
         config = with_changes(task.config, folder=run.as_posix())

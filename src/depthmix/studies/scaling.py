@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from depthmix.studies.statistics import CONFIDENCE
+from depthmix.analysis.statistics import CONFIDENCE
 
 Array = NDArray[np.float64]
 DRAWS = 20_000
