@@ -17,8 +17,12 @@ VERBS = {  # each is a module of this package with a function `run` and two EXAM
     "train": "train a decoder; started again, it resumes",
     "eval": "evaluate a run: loss, perplexity and bits per byte",
     "generate": "continue a prompt with a trained model",
+    "trace": "measure what the layers of a trained model read, on any text",
+    "ablate": "cut routes of a trained model and measure what changes",
+    "explore": "ask runs about texts in a browser, and cut what their layers read",
     "compare": "train several mechanisms on the same data and compare their losses",
     "scaling": "fit scaling laws and say what a mechanism is worth in compute",
+    "report": "what runs or a study have learned over depth, as one HTML page",
     "verify": "check every mechanism's invariants on this machine",
     "bench": "measure the speed and memory of depth mixing on this machine",
 }
