@@ -47,6 +47,7 @@ NOT_RUN = {  # every block that no test runs, by its page
 }
 EXAMPLES = {  # the test that runs each script
     "compare_demo.py": "tests/test_snippets.py",
+    "figures.py": "tests/analysis/test_plot_effects.py",
     "long_prompt.py": "tests/inference/test_prefill.py",
     "mixing_matrices.py": "tests/test_house.py",
     "own_attention.py": "tests/mechanisms/test_own_attention.py",
