@@ -137,6 +137,7 @@ WORDS = {
 RUNS = ["run", "model", "model", "half", "study", "run/final"]
 PLACES = {
     "directory": RUNS,
+    "folders": RUNS,
     "folder": ["run", "run", "half", "half", "study", "model", "new"],
     "saved": ["report.json"],
     "config": ["config.toml", "run/config.toml"],
@@ -258,6 +259,7 @@ def make_line(number: int) -> Line:
         words.insert(
             chance.randrange(len(words) + 1), chance.choice([*ABSURD, "--help", "--nothing", "--set", "--json"])
         )
+    words += ["--idle", "0.05"] if verb == "explore" else []  # the last one counts: it would serve until Ctrl-C
     return Line(number, tuple(words))
 
 
@@ -530,6 +532,7 @@ def run_line(line: Line, samples: Path, folder: Path) -> Outcome:
             contextlib.redirect_stderr(err),
             mock.patch("sys.argv", ["depthmix", *line.words]),
             mock.patch("sys.stdin", io.StringIO("what a layer reads\n")),
+            mock.patch("webbrowser.open"),
             bounded(),
         ):
             try:

@@ -92,5 +92,6 @@ def test_the_examples_of_every_verb_run(
                 monkeypatch.setattr("sys.stdin", io.StringIO(text))
             words = shlex.split(command)
             assert words[:2] == ["depthmix", verb]
+            words += ["--idle", "0.1"] if verb == "explore" else []  # it would serve until Ctrl-C
             assert main(words[1:]) == 0, f"{line}\n{capsys.readouterr().err}"
             assert capsys.readouterr().out, line
