@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # bf16 products end in an illegal instruction on CPUs that advertise AMX without its tile palette.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo matrices study test test-full test-parallel lint docs package house conformance bench clean help
+.PHONY: demo matrices study test test-full test-parallel lint docs package house web web-check conformance bench clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -17,6 +17,8 @@ help:
 	@echo "make test-parallel  all tests of many processes: layouts, pipelines, checkpoints, killed ranks (about 12 minutes)"
 	@echo "make conformance  compare with public implementations from PyPI"
 	@echo "make bench        measure speed and memory, also of other implementations; writes docs/results/speed.md (over an hour)"
+	@echo "make web          build the page of report and explore from web/ (needs Node.js)"
+	@echo "make web-check    build it again and compare it with the one in the package"
 	@echo "make docs         build the documentation into site/"
 	@echo "make package      build wheel and sdist into dist/, and test each in an empty environment (a few minutes)"
 	@echo "make house        draw from the source which floor imports from which, into docs/house.md"
@@ -39,6 +41,32 @@ compiler:
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || \
 	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq g++; } || \
 	  echo "no C++ compiler found and none could be installed: tests of compiled code will be left out"
+
+# The pages of `report` and `explore` are tested in Chromium, with axe-core for accessibility; without them those tests
+# are left out and named at the end.
+.PHONY: browser
+browser: tests/browser/node_modules/installed
+	@command -v chromium >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq chromium; } || \
+	  echo "no chromium found and none could be installed: tests of pages will be left out"
+
+tests/browser/node_modules/installed: tests/browser/package-lock.json
+	@command -v npm >/dev/null && npm ci --prefix tests/browser --ignore-scripts --silent && touch $@ || \
+	  echo "axe-core could not be installed by npm: the tests of accessibility will be left out"
+
+# The code of the pages: users need no Node, since the built page is part of the package.
+web/node_modules/installed: web/package-lock.json
+	@command -v npm >/dev/null || { echo "npm is needed to build the page: install Node.js 20 or newer"; exit 1; }
+	npm ci --prefix web --ignore-scripts --silent
+	touch $@
+
+web: web/node_modules/installed
+	npm --prefix web run --silent check
+	npm --prefix web test --silent
+	npm --prefix web run --silent build
+
+web-check: $(VENV)/dev web/node_modules/installed
+	$(BIN)/python -m tools.web_sources --check
 
 demo: $(VENV)/dev
 	$(BIN)/python examples/compare_demo.py out/demo $(ARGS)
@@ -64,10 +92,10 @@ lint: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: $(VENV)/dev compiler lint
+test: $(VENV)/dev compiler browser lint
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-test-full: $(VENV)/dev compiler lint
+test-full: $(VENV)/dev compiler browser lint
 	$(BIN)/python -m pytest -n 2 -m "" $(ARGS)
 
 test-parallel: $(VENV)/dev compiler
@@ -107,4 +135,5 @@ package: $(VENV)/dev
 	$(BIN)/python -m tools.package
 
 clean:
+	rm -rf web/node_modules tests/browser/node_modules
 	rm -rf $(VENV) .venv-conformance .venv-bench build dist site out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,9 +2,10 @@
 
     python examples/compare_demo.py [FOLDER]
 
-Trains the plain residual, block_attnres and depth_attention, prints the table and where the page is, and then how
-the model of each arm continues a prompt. Each arm has the learning rate that was best for it in a sweep
-(docs/results/demo_rates.md). One seed of small models at few steps shows that it works, not which arm is better.
+Trains the plain residual, block_attnres and depth_attention, prints the table, how the model of each arm continues a
+prompt, and at the end the path of a report: one page that shows what the models do with their depth. Each arm has the
+learning rate that was best for it in a sweep (docs/results/demo_rates.md). One seed of small models at few steps shows
+that it works, not which arm is better.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def demo(folder: Path, *more: str) -> int:
         prompt = tokenizer.encode(PROMPT)
         (answer,) = dm.generate(model, [prompt], max_new_tokens=100, temperature=0.7, seed=0)
         print(f"\n--- {run['arm']} continues the prompt ---\n{PROMPT}{tokenizer.decode(answer).rstrip()}")
-    return code
+    print(flush=True)
+    report = subprocess.run([sys.executable, "-m", "depthmix", "report", str(folder)], check=False).returncode
+    return code or report
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from safetensors.torch import save_file
 from depthmix.mechanisms import registry
 from depthmix.training import TrainConfig
 from depthmix.training.dial import split_mixer
-from tools import path_lengths, same_results
+from tools import path_lengths, same_results, web_sources
+from tools.checkouts import ROOT
 
 
 def test_the_compared_runs_reach_every_mechanism_and_are_configurations_of_this_version() -> None:
@@ -76,3 +78,17 @@ def test_the_order_of_the_floors_is_read_from_the_checkout() -> None:
     floors = path_lengths.floors_of(Path(path_lengths.ROOT))
     assert floors[0] == "support"
     assert floors[-1] == "cli"
+
+
+def test_the_page_was_built_from_the_sources_beside_it(tmp_path: Path) -> None:
+    assert web_sources.bundle_digest(web_sources.PAGE) == web_sources.sources_digest(web_sources.WEB), "run `make web`"
+    copy = tmp_path / "web"
+    shutil.copytree(web_sources.WEB, copy, ignore=shutil.ignore_patterns("node_modules"))
+    assert web_sources.sources_digest(copy) == web_sources.sources_digest(web_sources.WEB)
+    (copy / "src" / "main.ts").write_text("// another\n")
+    assert web_sources.sources_digest(copy) != web_sources.sources_digest(web_sources.WEB)
+
+
+def test_no_lockfile_names_an_address() -> None:
+    for lockfile in (web_sources.WEB / "package-lock.json", ROOT / "tests" / "browser" / "package-lock.json"):
+        assert "http" not in lockfile.read_text(encoding="utf-8"), lockfile
