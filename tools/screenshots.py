@@ -20,7 +20,7 @@ from tools.chromium import launched
 TARGET = ROOT / "docs" / "images" / "report"
 THEMES = ("light", "dark")
 WIDTH, TALLEST = 1120, 1500  # pixels; taller sections are cut
-COLOURS = 128
+COLOURS = 256
 CHOSEN = {"routes": "route-run", "tokens": "token-run", "importance": "importance-run", "training": "training-run"}
 PREFERRED = "block_attnres"  # the run that these sections show, if the report has it
 TEXT = "def read(self, source):\n    return self.weights[source] * "
@@ -83,7 +83,7 @@ def save(section: Any, name: str) -> None:
 
     picture = Image.open(io.BytesIO(section.screenshot()))
     picture = picture.crop((0, 0, picture.width, min(picture.height, TALLEST))).convert("RGB")
-    picture.quantize(COLOURS).save(TARGET / f"{name}.png", optimize=True)
+    picture.quantize(COLOURS, dither=Image.Dither.NONE).save(TARGET / f"{name}.png", optimize=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ export function runStyle(index: number): RunStyle {
   const turn = Math.floor(index / RUN_COLOURS);
   return {
     colour: `var(--run-${index % RUN_COLOURS})`,
-    dash: DASHES[(turn ? index + turn : index % 3) % DASHES.length] ?? "",
+    dash: DASHES[(index + turn) % DASHES.length] ?? "",
     symbol: SYMBOLS[index % SYMBOLS.length] ?? "circle",
   };
 }
