@@ -188,6 +188,8 @@ def test_the_seed_with_most_data_stands_for_its_arm(study: Path, tmp_path: Path)
     shutil.copytree(study, copy)
     (folder,) = copy.glob("runs/attnres_seed_0_*")
     shutil.rmtree(folder / "snapshots")
+    for name in ("trace.json", "trace.safetensors", "ablation.json"):
+        (folder / name).unlink()
     opened = open_folders([copy])
     assert "attnres (seed 1)" in [run.name for run in opened.runs]
     document = make_document(opened, "c")
