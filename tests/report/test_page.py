@@ -298,3 +298,34 @@ def test_hostile_input_is_shown_as_text(browser: Any, explorer: str) -> None:
         ask(shown, TEXT)
         assert shown.page.evaluate("() => typeof pwned") == "undefined"
         assert shown.errors == []
+
+
+def test_two_runs_answer_the_same_text_side_by_side(browser: Any, explorer: str) -> None:
+    with Watched(browser, explorer, offline=False) as shown:
+        ask(shown, "side by side")
+        assert shown.page.locator(".explorer-column").count() == 1
+        other = shown.all("explorer-compare").locator("option").evaluate_all("(nodes) => nodes.map((n) => n.value)")
+        shown.all("explorer-compare").select_option(other[-1])
+        shown.page.wait_for_function(
+            "() => document.querySelectorAll('.explorer-column [data-test=loss-before]').length === 2"
+        )
+        shown.page.wait_for_function("() => !document.querySelector('[data-test=loss-before]:empty')")
+        losses = shown.all("loss-before").all_inner_texts()
+        assert len(set(losses)) == 2
+        assert shown.errors == []
+
+
+def test_a_file_can_be_picked_and_rows_renormalised(browser: Any, explorer: str, tmp_path: Path) -> None:
+    text = tmp_path / "poem.txt"
+    text.write_text("what a layer reads", encoding="utf-8")
+    with Watched(browser, explorer, offline=False) as shown:
+        shown.all("explorer-file").set_input_files(str(text))
+        shown.page.wait_for_function(
+            "(n) => document.querySelectorAll('#explorer [data-test=token]').length === n", arg=len(text.read_text())
+        )
+        shown.page.locator('#explorer [data-test="matrix-cell"][data-row="5"][data-column="1"]').first.click()
+        shown.all("route-switch").first.click()
+        shown.page.wait_for_function("() => document.querySelector('[data-test=how]').textContent.includes('nothing')")
+        shown.all("renormalise").check()
+        shown.page.wait_for_function("() => document.querySelector('[data-test=how]').textContent.includes('softmax')")
+        assert shown.errors == []
