@@ -13,9 +13,12 @@ from torch import Tensor, nn
 
 import depthmix as dm
 from depthmix.analysis.cuts import families, parse_cut, source_cut
+from depthmix.analysis.invariants import make_probe
+from depthmix.analysis.routes import Columns
 from tests.cases import EVERY_MECHANISM
 from tests.decoders import some_tokens, tiny
 
+READABLE, READABLE24 = ([range(row + 1) for row in range(depth + 1)] for depth in (9, 24))
 SURE = 40.0  # a logit beside which the others have no weight in float64
 
 
@@ -67,7 +70,7 @@ def test_every_mechanism_can_be_cut_and_its_families_cover_its_routes_once(name:
     found = dm.ablate(model, some_tokens(3, 8), controls=1, routes=3)
     n = model.config.depth + 1
     edges = [edge for cut in families(model.depth) for edge in cut.edges]
-    assert sorted(edges) == [(row, source) for row in range(1, n) for source in range(row + 1)]
+    assert sorted(edges) == [(row, source) for row in range(3, n) for source in range(row + 1)]  # four sources and more
     assert [e.name for e in found.effects if e.kind == "source"] == [f"source {i}" for i in range(n)]
     assert sum(e.kind == "route" for e in found.effects) == 3
     for effect in found.effects:
@@ -82,7 +85,7 @@ def test_every_mechanism_can_be_cut_and_its_families_cover_its_routes_once(name:
 def test_blocks_have_a_partial_sum_as_a_family() -> None:
     stack = dm.DepthStack("block_attnres", dim=8, depth=6, block_sublayers=3)
     found = {cut.name: cut.edges for cut in families(stack)}
-    assert found["partial"] == {(1, 1), (2, 1), (2, 2), (4, 4), (5, 4), (5, 5)}
+    assert found["partial"] == {(4, 4), (5, 4), (5, 5)}
     assert found["recent"] == {(3, 3), (6, 6)}  # a finished block is read; its newest output is recent
     plain = {cut.name for cut in families(dm.DepthStack("residual", dim=8, depth=6))}
     assert plain == {"embedding", "recent", "older"}
@@ -90,17 +93,89 @@ def test_blocks_have_a_partial_sum_as_a_family() -> None:
 
 def test_controls_cut_as_many_other_edges_in_each_row() -> None:
     stack = dm.DepthStack("residual", dim=8, depth=9)
-    for cut in (*families(stack), source_cut(4, 9)):
+    for cut in (*families(stack), source_cut(4, READABLE)):
         for k in range(5):
-            control = cut.shuffled(seed=3, control=k)
-            assert control == cut.shuffled(seed=3, control=k)
+            control = cut.shuffled(3, k, READABLE)
+            assert control == cut.shuffled(3, k, READABLE)
             for row in range(10):
                 own, other = ({i for r, i in c.edges if r == row} for c in (cut, control))
                 assert len(own) == len(other)
                 assert all(0 <= i <= row for i in other)
-                if 2 * len(own) <= row + 1:
+                if 2 * len(own) < row + 1:
                     assert not own & other
-    assert len({families(stack)[0].shuffled(0, k).edges for k in range(8)}) == 8
+    assert len({families(stack)[0].shuffled(0, k, READABLE).edges for k in range(8)}) == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("attnres", {"window": 2}), ("denseformer", {"dilation": 2}), ("block_attnres", {})]
+)
+def test_only_routes_that_exist_are_cut_by_families_sources_and_controls(name: str, options: dict[str, Any]) -> None:
+    probe = make_probe(name, options, depth=9)
+    M = dm.trace(probe.stack, probe.x, probe.sublayers).M.flatten(0, -3)
+    exist = {(r, i) for r in range(10) for i in range(r + 1) if M[:, r, i].any()}
+    columns = Columns(probe.stack)
+    assert {(r, i) for r, sources in enumerate(columns.readable) for i in sources} == exist
+    for cut in (*families(probe.stack), *(source_cut(i, columns.readable) for i in range(10))):
+        assert cut.edges <= exist
+        for k in range(4):
+            assert cut.shuffled(0, k, columns.readable).edges <= exist
+
+
+@pytest.mark.parametrize("name", ["attnres", "block_attnres", "mhc", "ddl"])
+def test_mass_is_the_mean_share_of_the_rows_that_were_cut(name: str) -> None:
+    """Recomputed from traces of all sequences, whatever the size of a batch."""
+    model, tokens = tiny(mixer=name), some_tokens(5, 8)
+    traced = dm.trace(model, tokens)
+    if traced.kind == "operator":
+        norms = torch.stack([traced.contributions(r).norm(dim=-1).mean((1, 2)) for r in range(7)])
+        shares = norms / norms.sum(-1, keepdim=True)
+    else:
+        shares = (traced.M.abs() / traced.M.abs().sum(-1, keepdim=True)).mean((0, 1))
+    found = dm.ablate(model, tokens, ["older", "source 2", "1->4"], controls=0, batch=2)
+    edges = {cut.name: cut.edges for cut in families(model.depth)}["older"]
+    older = sum(float(shares[edge]) for edge in edges) / len({row for row, _ in edges})
+    source = sum(float(shares[r, 2]) for r in range(2, 7)) / 5
+    assert found["older"].mass == pytest.approx(older, rel=1e-6)
+    assert found["source 2"].mass == pytest.approx(source, rel=1e-6)
+    assert found["route 1→4"].mass == pytest.approx(float(shares[3, 1]), rel=1e-6)
+
+
+def test_the_strongest_routes_are_those_along_the_read_or_against_it() -> None:
+    model, tokens = tiny(mixer="mhc"), some_tokens(4, 8)
+    traced = dm.trace(model, tokens)
+    cosine = torch.stack(
+        [
+            ((traced.contributions(r) * traced.inputs[r]).sum(-1) / traced.inputs[r].square().sum(-1)).mean((1, 2))
+            for r in range(7)
+        ]
+    )
+    edges = sorted(((r, i) for r in range(1, 7) for i in range(r + 1)), key=lambda e: -abs(float(cosine[e])))
+    assert any(float(cosine[e]) < 0 for e in edges[:-3]), "not only the weakest"
+    routes = [e for e in dm.ablate(model, tokens, routes=len(edges)).effects if e.kind == "route"]
+    assert [(e.row, e.source) for e in routes] == edges
+
+
+def test_words_that_a_model_excludes_count_nothing_and_submodules_keep_their_mode() -> None:
+    class Masked(Wrapped):
+        def forward(self, tokens: Tensor) -> Any:
+            return torch.cat([self.model(tokens), torch.full((*tokens.shape, 2), -torch.inf)], -1)
+
+    model = tiny(mixer="attnres")
+    masked = Masked(model).train()
+    model.norm.eval()
+    found = dm.ablate(masked, some_tokens(3, 8), ["recent"])["recent"]
+    assert found.kl.mean == pytest.approx(dm.ablate(model, some_tokens(3, 8), ["recent"])["recent"].kl.mean)
+    assert model.depth.training
+    assert not model.norm.training
+
+
+def test_a_control_is_never_the_only_choice_of_its_row() -> None:
+    """Else it would be the same few early routes every time, which matter most."""
+    stack = dm.DepthStack("residual", dim=8, depth=24)
+    for cut in families(stack):
+        for row in {row for row, _ in cut.edges}:
+            drawn = {frozenset(e for e in cut.shuffled(0, k, READABLE24).edges if e[0] == row) for k in range(60)}
+            assert len(drawn) > 1, (cut.name, row)
 
 
 def test_loss_and_divergence_are_those_of_the_cut_model() -> None:
@@ -181,12 +256,14 @@ def test_files_round_trip_and_damaged_ones_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "name", "edges"),
     [
-        ("embedding", "embedding", 6),
+        ("embedding", "embedding", 4),
         ("source 3", "source 3", 4),
         ("3", "source 3", 4),
         ("2->5", "route 2→5", 1),
         ("route 2 → 7", "route 2→7", 1),
-        (" Recent", "recent", 6),
+        (" Recent", "recent", 4),
+        ("embedding -> head", "route 0→7", 1),
+        ("source 0", "source 0", 6),
         ("value 1→3", "value 1→3", 1),
     ],
 )
@@ -203,6 +280,7 @@ def test_cuts_are_named_in_words(text: str, name: str, edges: int) -> None:
         ("5→5", "expected A→B with 0 ≤ A < B ≤ 7"),
         ("2→9", "7 is the head"),
         ("value 3→1", "1 ≤ A ≤ B ≤ 3"),
+        ("head->2", "unknown"),
         ("", "unknown"),
     ],
 )

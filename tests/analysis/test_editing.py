@@ -341,3 +341,47 @@ def test_a_mechanism_that_cannot_replace_its_weights_can_still_be_cut() -> None:
     assert close(run(probe, scale)[1][4], traced.inputs[4] - traced.contributions(4)[1])
     with pytest.raises(ValueError, match="no `with_weights`"):
         run(probe, weights=lambda row, given: None)
+
+
+def test_gradients_flow_through_an_edit_also_of_a_model_that_would_recompute() -> None:
+    model, tokens = tiny(mixer="attnres"), some_tokens(2, 7)
+    n = model.config.depth + 1
+    scale = torch.ones(n, n, dtype=torch.float64)
+    scale[3:, 1] = 0.5
+    grads = []
+    for every in (None, 2):
+        model.checkpoint_every = every
+        model.zero_grad(set_to_none=True)
+        with dm.editing(model, scale):
+            model.loss(tokens).backward()
+        assert model.checkpoint_every == every
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_negative_factors_are_refused_where_weights_are_renormalised() -> None:
+    probe = make_probe("attnres", {})
+    scale = ones(probe)
+    scale[4, 1] = -3
+    with pytest.raises(ValueError, match="below 0 with renormalise=True"):
+        run(probe, scale, renormalise=True)
+    assert run(probe, scale)[0].isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "depth"), [("attnres", 1), ("block_attnres", 2)])
+def test_sigmoid_weights_are_not_renormalised_even_where_they_happen_to_sum_to_1(name: str, depth: int) -> None:
+    options = {"mixing": "sigmoid", **({"num_blocks": 1} if name == "block_attnres" else {})}
+    probe = make_probe(name, options, depth=depth, spread=0)
+    scale = ones(probe)
+    scale[1, 0] = 0
+    with dm.editing(probe.stack, scale, renormalise=True) as edited:
+        assert "none was renormalised" in edited.how
+
+
+def test_attention_that_is_still_off_can_be_masked() -> None:
+    probe = make_probe("mrla", {"form": "base"}, spread=0)
+    traced = dm.trace(probe.stack, probe.x, probe.sublayers)
+    scale = ones(probe)
+    scale[4, 1] = 0
+    _, reads = run(probe, scale, renormalise=True)
+    assert close(reads[4], traced.inputs[4] - traced.sources[1])

@@ -71,7 +71,8 @@ def test_a_file_is_read_to_its_last_token_whatever_the_size_of_its_pieces(
 def test_the_figures_are_those_of_the_runs_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     traced(capsys, run, "-p", TEXT[:32], "--context", 32)
     M = dm.trace(load_run(run), torch.tensor([list(TEXT[:32].encode())])).M[0].double()
-    assert (Survey.load(run)["M_mean"][0] - M.mean(0)).abs().max() <= 1e-6
+    assert (Survey.load(run / "measured" / "prompt")["M_mean"][0] - M.mean(0)).abs().max() <= 1e-6
+    assert not (run / "trace.json").exists(), "a text of one's own does not replace the run's trace"
 
 
 def test_an_unfinished_run_and_a_saved_model_are_traced_too(
@@ -98,7 +99,7 @@ def test_the_summary_fits_80_columns_and_names_what_was_measured(
     text = " ".join(" ".join(lines).split())
     assert max(map(len, lines)) <= 80
     assert lines[0] == "block_attnres, 4 sublayers; M: weight of each source"
-    figures = Survey.load(run).figures
+    figures = Survey.load(run / "measured" / "prompt").figures
     for words in ("strongest routes", f"loss {figures['loss']:.4f}", "read most", "rank", "norm of reads", "gradient"):
         assert words in text
     assert f"{figures['rank']['mean']:.2f}, effective {figures['effective_rank']['mean']:.2f}" in text

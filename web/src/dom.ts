@@ -49,6 +49,12 @@ export function userText(text: string, className?: string): HTMLElement {
   return el("bdi", { class: className }, visible(text));
 }
 
+/** A name from data, which may break after its separators rather than inside a word. */
+export function nameText(text: string): HTMLElement {
+  const parts = visible(text).split(/(?<=[_/.\-])(?=[^_/.\-])/);
+  return el("bdi", {}, ...parts.flatMap((part, index) => (index ? [el("wbr"), part] : [part])));
+}
+
 /** A box in which a wide picture scrolls by itself; the keyboard reaches it. */
 export function sideways(label: string, ...children: Child[]): HTMLElement {
   return el("div", { class: "scroll-x", tabindex: 0, role: "group", "aria-label": label }, ...children);

@@ -1,8 +1,27 @@
 // The frame of every figure: title, one sentence, controls, body, hint, downloads.
-import { el, freshId, userText, type Child } from "./dom";
+import { el, freshId, nameText, replace, userText, type Child } from "./dom";
 import { downloadButtons, type LegendEntry } from "./download";
 import { runStyle } from "./palette";
 import type { Run } from "./types";
+
+/** What a figure shows at the moment: the run that was chosen, the series. It is in its caption and its downloads. */
+export interface Subject {
+  node: HTMLElement;
+  set: (...texts: string[]) => void;
+  texts: () => string[];
+}
+
+export function subject(...first: string[]): Subject {
+  const node = el("p", { class: "subject", "data-test": "subject" });
+  let now: string[] = [];
+  const set = (...texts: string[]): void => {
+    now = texts.filter(Boolean);
+    replace(node, ...now.flatMap((text, index) => [index ? " · " : null, index ? userText(text) : nameText(text)]));
+    node.hidden = !now.length;
+  };
+  set(...first);
+  return { node, set, texts: () => now };
+}
 
 export interface FigureOptions {
   title: string;
@@ -10,6 +29,7 @@ export interface FigureOptions {
   says: string;
   hint?: string;
   name: string;
+  subject?: Subject;
   controls?: Child;
   legend?: () => LegendEntry[];
   /** Figures whose parts have their own downloads set this to false. */
@@ -23,6 +43,7 @@ export function figure(options: FigureOptions, ...body: Child[]): HTMLElement {
   const picture = {
     title: options.title,
     name: options.name,
+    subject: options.subject?.texts,
     legend: options.legend,
     svg: () => content.querySelector<SVGSVGElement>("svg:not(.swatch)"),
   };
@@ -35,7 +56,7 @@ export function figure(options: FigureOptions, ...body: Child[]): HTMLElement {
   return el(
     "figure",
     { class: "card", "aria-labelledby": id },
-    el("figcaption", {}, head, el("p", { class: "says" }, options.says)),
+    el("figcaption", {}, head, options.subject?.node, el("p", { class: "says" }, options.says)),
     options.controls,
     content,
     options.hint ? el("p", { class: "hint" }, options.hint) : null,
@@ -70,7 +91,7 @@ export function runLegend(runs: NamedRun[], hidden: Set<number>, redraw: () => v
       "button",
       { type: "button", class: "legend-item", "aria-pressed": !hidden.has(index) ? "true" : "false" },
       swatch(index),
-      userText(run.name),
+      nameText(run.name),
     );
     press.addEventListener("click", () => {
       if (!hidden.delete(index)) hidden.add(index);

@@ -51,6 +51,11 @@ export function count(value: number): string {
   return Math.round(value).toLocaleString("en-US");
 }
 
+/** "1 token", "1,024 tokens". */
+export function plural(value: number, noun: string): string {
+  return `${count(value)} ${noun}${Math.round(value) === 1 ? "" : "s"}`;
+}
+
 /** 614400 → "614k", for axes. */
 export function short(value: number): string {
   for (const [size, letter] of [

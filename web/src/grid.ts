@@ -135,7 +135,7 @@ export function valueGrid(kinds: string[], array: NumberArray): Grid {
     unit: "share of the value",
     kind: hasNegative(values) ? "diverging" : "sequential",
     readable: (row, column) => column <= row,
-    axes: { rows: "attention layer that caches", columns: "attention layer whose value it takes" },
+    axes: { rows: "layer that caches", columns: "layer whose value is in it" },
     row: { label: (row) => String(row + 1), name: (row) => `attention layer ${row + 1}${place(row)}` },
     column: {
       label: (column) => String(column + 1),

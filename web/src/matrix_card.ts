@@ -1,5 +1,5 @@
 // One run's matrix among those of others, and what to say about it.
-import { el, userText } from "./dom";
+import { el, nameText, userText } from "./dom";
 import { downloadButtons } from "./download";
 import { swatch, type NamedRun } from "./figure";
 import { createMatrix, type Cursor, type MatrixView } from "./matrix";
@@ -34,7 +34,11 @@ export function whyNot(run: Run, quantity: string): string {
   return reason(run, /trace|snapshot|matri|\bM\b/i, "Neither a trace nor snapshots of this run were saved.");
 }
 
-export function makeCard({ run, index }: NamedRun, move: (card: () => Card, cursor: Cursor | null) => void): Card {
+export function makeCard(
+  { run, index }: NamedRun,
+  move: (card: () => Card, cursor: Cursor | null) => void,
+  subject: () => string[],
+): Card {
   const view = createMatrix({
     label: `Matrix of ${run.name}: rows are readers, columns are sources`,
     onMove: (cursor) => move(() => card, cursor),
@@ -43,8 +47,8 @@ export function makeCard({ run, index }: NamedRun, move: (card: () => Card, curs
   const head = el(
     "div",
     { class: "figure-head" },
-    el("h3", { class: "run-name" }, swatch(index), userText(run.name)),
-    downloadButtons({ title: `${run.name}`, name: `matrix-${run.name}`, svg: view.svg }),
+    el("h3", { class: "run-name" }, swatch(index), nameText(run.name)),
+    downloadButtons({ title: run.name, name: `matrix-${run.name}`, subject, svg: view.svg }),
   );
   const node = el(
     "figure",

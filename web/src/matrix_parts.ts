@@ -37,9 +37,14 @@ export function layoutOf(grid: Grid, options: Measures): Layout {
     cellWidth,
     cellHeight,
     gap: Math.min(0.6, 0.08 * Math.min(cellWidth, cellHeight)),
-    width: LEFT + Math.max(cellWidth * grid.columns, 150) + 10,
+    width: LEFT + Math.max(cellWidth * grid.columns, 150, titleLength(grid.axes.columns)) + 10,
     height: TOP + cellHeight * grid.rowIds.length + BOTTOM,
   };
+}
+
+/** An axis title with its arrow, in units of the picture. */
+function titleLength(title: string): number {
+  return 6.1 * (title.length + 2);
 }
 
 function every(size: number, room: number): number {
@@ -75,7 +80,7 @@ export function axes(grid: Grid, layout: Layout): SVGGElement {
     const x = LEFT + layout.cellWidth * (column + 0.5);
     group.append(svg("text", { x, y: foot + 14, "text-anchor": "middle" }, visible(grid.column.label(column))));
   }
-  const middle = TOP + (layout.cellHeight * grid.rowIds.length) / 2;
+  const middle = Math.max(TOP + (layout.cellHeight * grid.rowIds.length) / 2, 2 + titleLength(grid.axes.rows) / 2);
   group.append(
     svg("text", { x: LEFT, y: foot + 30, class: "axis-title" }, `${grid.axes.columns} →`),
     svg(

@@ -41,16 +41,18 @@ function values(run: Run): string {
 }
 
 function strongest(run: Run): string {
-  const route = routesOf(run, "share", true).find(({ source, row }) => row - source > 1 && row > 2);
+  const route = routesOf(run, "share", true).find(({ source, row }) => row - source > 1);
   if (!route) return "";
   const cut = route.effect ? `; without it the loss changes by ${change(route.effect.loss.mean)}` : "";
-  return ` Its strongest skip is ${outputName(run.kinds, route.source)} → ${readerName(run.kinds, route.row)} (${percent(route.share)} of that read${cut}).`;
+  return ` Its strongest route over more than one sublayer is ${outputName(run.kinds, route.source)} → ${readerName(run.kinds, route.row)} (${percent(route.share)} of that read${cut}).`;
 }
 
 const WORDS: [Judgement, string][] = [
   ["matters", "much weight, and it matters"],
   ["large weight but no effect", "much weight but no effect"],
   ["small weight but matters", "little weight, but it matters"],
+  ["no more than random cuts", "no more effect than random cuts"],
+  ["not told apart from random cuts", "not told apart from random cuts"],
 ];
 
 function importance(run: Run): string {

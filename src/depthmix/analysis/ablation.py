@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from depthmix import ops
 from depthmix.analysis.cuts import Cut, default_cuts, parse_cut
 from depthmix.analysis.edits import editing, value_mixers
+from depthmix.analysis.passes import evaluation_mode, logits_of
+from depthmix.analysis.routes import Columns
 from depthmix.analysis.shares import Shares, shares_read
 from depthmix.analysis.statistics import CONFIDENCE, Estimate, estimate
 from depthmix.analysis.trace import find_stack
@@ -145,14 +147,19 @@ def ablate(
     check_tokens(tokens)
     check_range("controls", controls, 0)
     check_range("routes", routes, 0)
-    with evaluating(model):
-        shares = shares_read(model, tokens[:batch])
+    with evaluation_mode(model):
+        shares = shares_read(model, tokens)
         if cuts is None:
             chosen = default_cuts(stack, shares.strongest(routes), shares.strongest_values(routes))
         else:
             chosen = [cut if isinstance(cut, Cut) else parse_cut(cut, stack, layers) for cut in cuts]
         counts = [controls if cuts is not None or cut.kind == "family" else 0 for cut in chosen]
-        plan = [(cut, [cut.shuffled(seed, k) for k in range(n)]) for cut, n in zip(chosen, counts, strict=True)]
+        rows = {"value": shares.values_readable}
+        readable = Columns(stack).readable
+        plan = [
+            (cut, [cut.shuffled(seed, k, rows.get(cut.kind, readable)) for k in range(n)])
+            for cut, n in zip(chosen, counts, strict=True)
+        ]
         passes = [each for cut, others in plan for each in (cut, *others)]
         measured = measure(model, tokens, passes, renormalise, batch, progress)
     changes = iter(measured.changes)
@@ -200,8 +207,11 @@ def measure(
             with cutting(model, cut, renormalise) as sentence:
                 after = predictions(model, rows)
             ran[sentence] = None
-            loss += (sequence_losses(after, rows) - before).tolist()
-            divergence += (whole.exp() * (whole - after)).sum(-1).mean(-1).tolist()
+            change, distance = sequence_losses(after, rows) - before, divergences(whole, after)
+            if not (change.isfinite().all() and distance.isfinite().all()):
+                raise ValueError(f"without {cut.name} the predictions are not finite; leave this cut out")
+            loss += change.tolist()
+            divergence += distance.tolist()
             progress(done := done + 1, total)
     return Measured(sum(losses) / len(losses), changes, ". ".join(ran) or "Nothing was cut")
 
@@ -219,10 +229,10 @@ def cutting(model: nn.Module, cut: Cut, renormalise: bool = False) -> Iterator[s
 
 def predictions(model: nn.Module, tokens: Tensor) -> Tensor:
     """Log-probabilities [B, T, V] after each token."""
-    out = model(tokens)
-    logits = getattr(out, "logits", out)
-    if not isinstance(logits, Tensor) or logits.dim() != 3:
-        got = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+    output = model(tokens)
+    logits = logits_of(output, tokens)
+    if logits is None:
+        got = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise TypeError(f"the model returned {got}; expected logits [B, T, V], or an object with `logits`")
     return torch.log_softmax(ops.wide(logits), -1)
 
@@ -230,6 +240,12 @@ def predictions(model: nn.Module, tokens: Tensor) -> Tensor:
 def sequence_losses(log_probabilities: Tensor, tokens: Tensor) -> Tensor:
     """[B]: the mean next-token loss of each sequence."""
     return -log_probabilities[:, :-1].gather(-1, tokens[:, 1:, None].long()).squeeze(-1).mean(-1)
+
+
+def divergences(whole: Tensor, after: Tensor) -> Tensor:
+    """[B]: mean divergence of the predictions after a cut; words that the whole model excludes count nothing."""
+    terms = torch.where(whole.isneginf(), 0, whole.exp() * (whole - after))
+    return terms.sum(-1).mean(-1)
 
 
 def make_effect(
@@ -252,16 +268,6 @@ def make_effect(
         source=sources[0] if len(sources) == 1 else None,
         controls={"count": len(others), "loss": means[0], "kl": means[1]} if others else None,
     )
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def check_tokens(tokens: Tensor) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix import ops
+from depthmix.analysis.passes import without_recomputation
 from depthmix.analysis.recording import replaced
 from depthmix.analysis.routes import Columns, Routes
 from depthmix.analysis.trace import find_stack
@@ -70,6 +71,7 @@ def editing(
     stack = model if isinstance(model, DepthStack) else find_stack(model)
     edited = Editing(PLAIN)
     with ExitStack() as patches:
+        patches.enter_context(without_recomputation(model))  # an edit follows a pass, and cannot follow it twice
         if scale is not None or weights is not None:
             reads = EditedReads(stack, scale, weights, renormalise, edited)
             edited.how = reads.how
@@ -107,6 +109,11 @@ class EditedReads:
         sums = stack.facts.row_sums
         rescales = sums is not None and set(sums) == {1.0} and not self.routes.operator_valued
         self.masks = renormalise and any(self.columns) and columns is not None and columns.normalised
+        if self.masks and (self.scale < 0).any():
+            raise ValueError(
+                "scale has entries below 0 with renormalise=True; expected factors from 0: weights of a softmax cannot "
+                "be negative. Use renormalise=False"
+            )
         self.rescales = renormalise and not self.masks and rescales
         words = MASKED if self.masks else RESCALED if self.rescales else NO_SUM if renormalise else CUT
         self.how = words.format(name=stack.name)
@@ -178,7 +185,7 @@ class EditedReads:
         assert members is not None
         assert given is not None
         row, one = dict(zip(self.routes.sources, factors, strict=True)), torch.ones_like(factors[0])
-        columns = [common_factor([row.get(i, one) for i in behind]) for behind in members]
+        columns = [common_factor([row.get(i, one) for i in behind] or [one]) for behind in members]
         alpha = given.weights.expand(*self.tokens, *given.weights.shape[-2:])  # [..., H, C]
         scaled = alpha * torch.cat(torch.broadcast_tensors(*columns), -1).unsqueeze(-2)
         tiny = torch.finfo(scaled.dtype).tiny

@@ -82,6 +82,7 @@ class Columns:
 
     members: for each row, for each of its weights the indices i of the v_i that it multiplies; None: no weights that
         can be replaced.
+    readable: for each row, the indices i of the v_i that it can read.
     partial: for each row, whether its newest source is still growing.
     normalised: whether the weights of every row sum to 1.
     """
@@ -97,11 +98,13 @@ class Columns:
         state = mixers[0].begin(draw[0])
         routes.begin(mixers[0], draw[0])
         self.members: list[list[set[int]] | None] = []
+        self.readable: list[set[int]] = []
         self.partial: list[bool] = []
-        self.normalised = True
+        self.normalised = all(mixer.weights_sum_to_one for mixer in mixers)
         for mixer in mixers:
             c = mixer.coeff(state)
             given = mixer.source_weights(c) if replaces_weights(mixer) else None
+            self.readable.append({i for i, w in enumerate(routes.weights(mixer, c)) if w.any()})
             self.members.append(None if given is None else self.members_of(mixer, c, given, routes))
             self.partial.append(given is not None and given.partial)
             if mixer.site.is_out:
@@ -115,7 +118,6 @@ class Columns:
         count = len(given.names)
         if count == 1:
             return [{i for i, w in enumerate(routes.weights(mixer, c)) if w.any()}]
-        self.normalised &= bool((given.weights.sum(-1) - 1).abs().max() <= 1e-3)
         lone = torch.eye(count, dtype=given.weights.dtype, device=given.weights.device)
         none = routes.weights(mixer, mixer.with_weights(c, torch.zeros_like(given.weights)))
         members = []

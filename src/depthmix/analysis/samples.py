@@ -5,16 +5,15 @@ Axes: B row of text, T token, E entry of M or of the weights, G group of channel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from depthmix.analysis.magnitudes import Magnitudes, measuring
+from depthmix.analysis.passes import mean_loss
 from depthmix.mechanisms import DepthStack
-from depthmix.models import next_token_losses
 
 
 class FirstTokens:
@@ -97,36 +96,3 @@ class FirstRows:
             if isinstance(loss, Tensor) and loss.requires_grad:
                 loss.backward()
         return measured, tokens.numel()
-
-
-def mean_loss(model: nn.Module, tokens: Tensor) -> Any:
-    """The model's own loss if it has one, otherwise the mean next-token loss of its logits; None without logits."""
-    own = getattr(model, "loss", None)
-    if callable(own):
-        return own(tokens)
-    logits = model(tokens)
-    if not isinstance(logits, Tensor) or logits.shape[:-1] != tokens.shape or tokens.shape[1] < 2:
-        return None
-    return next_token_losses(logits, tokens)[0].mean()
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """While open, the model neither trains nor recomputes, and its parameters get no gradients."""
-    training = {module: module.training for module in model.modules()}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    every = getattr(model, "checkpoint_every", None)
-    try:
-        model.eval()
-        for parameter in trained:
-            parameter.requires_grad_(False)
-        if every is not None:
-            model.checkpoint_every = None  # type: ignore[assignment]
-        yield
-    finally:
-        if every is not None:
-            model.checkpoint_every = every
-        for parameter in trained:
-            parameter.requires_grad_(True)
-        for module, was in training.items():
-            module.training = was

@@ -1,6 +1,6 @@
 """What rows read, as shares: of the weights, and of the read itself.
 
-Axes: ... token, G group of channels, D channel, n = L + 1 rows and sources, K key-value head, N attention layers.
+Axes: B row of text, T token, n = L + 1 rows and sources, N attention layers.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from depthmix import ops
 from depthmix.analysis.structure import shares
-from depthmix.analysis.trace import trace
+from depthmix.analysis.surveyor import Surveyor
 
 Edge = tuple[int, int]  # row, source
 
@@ -22,7 +21,7 @@ Edge = tuple[int, int]  # row, source
 class Shares:
     """Means over tokens; rows of each sum to 1.
 
-    mass: [n, n]: |M| (where sources are multiplied by matrices, the norms of what they add) over its row's sum.
+    mass: [n, n]: |M| over its row's sum; where sources are multiplied by matrices, mean norms of what they add.
     cosine: [n, n]: what a source adds to a read, along the read: <contribution, h> / |h|^2. It may be negative.
     values: [N, N]: the mass of the mixing of values; None where no attention mixes values over depth.
     """
@@ -30,6 +29,12 @@ class Shares:
     mass: Tensor
     cosine: Tensor
     values: Tensor | None
+
+    @property
+    def values_readable(self) -> list[set[int]]:
+        """For each attention layer, those whose raw values it holds."""
+        table = torch.zeros(0, 0) if self.values is None else self.values
+        return [set(row.nonzero().flatten().tolist()) for row in table]
 
     def mass_of(self, edges: Iterable[Edge], *, values: bool = False) -> float:
         """The share that these edges have in their rows, the mean over these rows."""
@@ -54,28 +59,13 @@ def strongest_edges(table: Tensor, most: int) -> list[Edge]:
 
 @torch.no_grad()
 def shares_read(model: nn.Module, tokens: Tensor) -> Shares:
-    """From one traced pass."""
-    traced = trace(model, tokens)
-    rows = range(len(traced.inputs))
-    parts = [(ops.wide(traced.contributions(r)), ops.wide(traced.inputs[r])) for r in rows]
-    cosine = torch.stack([mean(cosine_shares(part, h)) for part, h in parts])
-    if traced.kind == "operator":
-        norms = [part.norm(dim=-1) for part, _ in parts]
-        mass = torch.stack([mean(norm / norm.sum(0).clamp(min=TINY)) for norm in norms])
-    else:
-        mass = shares(traced.M).flatten(0, -3).mean(0)
-    values = None if traced.values is None else shares(traced.values).flatten(0, -3).mean(0)
-    return Shares(mass.double().cpu(), cosine.double().cpu(), None if values is None else values.double().cpu())
-
-
-TINY = 1e-30
-
-
-def cosine_shares(contributions: Tensor, h: Tensor) -> Tensor:
-    """[n, ...] from contributions [n, ..., D] to h [..., D]; they sum to 1 where h is not zero."""
-    return (contributions * h).sum(-1) / h.square().sum(-1).clamp(min=TINY)
-
-
-def mean(values: Tensor) -> Tensor:
-    """Over tokens, of [n, ...]."""
-    return values.flatten(1).mean(1) if values.dim() > 1 else values
+    """Of all tokens [B, T], in constant memory. Expects a model in evaluation mode."""
+    surveyor = Surveyor(model, table=0, ranked=0, gradient_tokens=0, mass=True)
+    for part in surveyor.passes([tokens]):
+        surveyor.add(part)
+    tally = surveyor.tally
+    assert tally.mass is not None
+    added, cosine = (tally.entries.table(sums / tally.tokens).cpu() for sums in (tally.contribution, tally.cosine))
+    mass = shares(added) if tally.kind == "operator" else tally.entries.table(tally.mass / tally.tokens).cpu()
+    values = None if surveyor.values is None else shares(surveyor.values.cpu()).mean(0)
+    return Shares(mass, cosine, values)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.analysis.magnitudes import Magnitudes
+from depthmix.analysis.passes import evaluation_mode, logits_of
 from depthmix.analysis.recording import recording, recording_values
 from depthmix.analysis.replay import value_matrix
-from depthmix.analysis.samples import FirstRows, FirstTokens, SpreadTokens, evaluation_mode
+from depthmix.analysis.samples import FirstRows, FirstTokens, SpreadTokens
 from depthmix.analysis.structure import effective_rank, semiseparable_rank
 from depthmix.analysis.survey_file import FORMAT, Survey, plain
 from depthmix.analysis.tally import Tally
@@ -67,12 +68,12 @@ def survey(
 class Surveyor:
     """The running statistics of one model."""
 
-    def __init__(self, model: nn.Module, table: int, ranked: int, gradient_tokens: int) -> None:
+    def __init__(self, model: nn.Module, table: int, ranked: int, gradient_tokens: int, *, mass: bool = False) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"survey got a {type(model).__name__}; expected an nn.Module that runs a DepthStack")
         self.model, self.stack = model, find_stack(model)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.tally = Tally(self.stack, self.device)
+        self.tally = Tally(self.stack, self.device, mass=mass)
         size = self.tally.groups * self.tally.n**2
         self.first_tokens = FirstTokens(min(table, max(1, TABLE_NUMBERS // size)))
         most = 0 if self.tally.kind == "operator" else max(LEAST_RANKED, MATRICES // self.tally.groups)
@@ -105,13 +106,13 @@ class Surveyor:
     def add(self, tokens: Tensor) -> None:
         """Run one pass, [B, T], and add it to all statistics."""
         with recording(self.stack) as record, recording_values(self.model) as layers:
-            logits = self.model(tokens)
+            output = self.model(tokens)
         check_complete(self.stack, record)
         start, count = self.tally.tokens, tokens.numel()
         positions = sorted({*self.first_tokens.wanted(start, count), *self.spread.wanted(start, count)})
         kept = torch.tensor([p - start for p in positions], dtype=torch.long, device=self.device)
         M, weights = self.tally.add(record, kept)
-        losses = self.add_loss(logits, tokens)
+        losses = self.add_loss(output, tokens)
         for k, position in enumerate(positions):
             self.spread.offer(position, M[..., k])
             if position < self.first_tokens.count:
@@ -125,9 +126,10 @@ class Surveyor:
         self.context = max(self.context, tokens.shape[1])
         self.first_rows.offer(tokens)
 
-    def add_loss(self, logits: Any, tokens: Tensor) -> Tensor | None:
+    def add_loss(self, output: Any, tokens: Tensor) -> Tensor | None:
         """The loss [B, T−1] of each token but the first of a row; None if the model does not return logits."""
-        if not isinstance(logits, Tensor) or logits.shape[:-1] != tokens.shape or tokens.shape[1] < 2:
+        logits = logits_of(output, tokens)
+        if logits is None or tokens.shape[1] < 2:
             return None
         losses = next_token_losses(logits, tokens)[0]
         self.loss += float(losses.sum(dtype=torch.float64))

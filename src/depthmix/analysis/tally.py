@@ -36,7 +36,8 @@ def sampled_channels(dim: int) -> list[int]:
 class Tally:
     """Sums over tokens. `add` takes one recorded pass; `tokens` is the number of tokens so far."""
 
-    def __init__(self, stack: DepthStack, device: torch.device) -> None:
+    def __init__(self, stack: DepthStack, device: torch.device, *, mass: bool = False) -> None:
+        """`mass`: also sum the shares of |M|, which the weights over sources, if there are any, do not give."""
         self.stack, self.kind, self.tokens, self.device = stack, kind_of(stack), 0, device
         self.n = stack.depth + 1
         self.channels = sampled_channels(stack.dim) if self.kind == "channel" else None
@@ -47,6 +48,7 @@ class Tally:
         self.histogram = Histogram(size * self.groups, device)
         self.contribution = torch.zeros(size, dtype=torch.float64, device=device)
         self.cosine = torch.zeros_like(self.contribution)
+        self.mass = torch.zeros_like(self.contribution) if mass else None
         self.named: NamedSources | None = None
         self.weights: Moments | None = None
         self.weight_entries = self.entries
@@ -170,13 +172,13 @@ class Tally:
         at = self.entries.part(first, last)
         self.M.add(M, self.tokens, at)
         self.histogram.add(M.flatten(0, 1), at.start * self.groups)
+        if self.mass is not None:
+            self.mass[at] += shares_of(M, self.entries, first, last).mean(1).sum(-1, dtype=torch.float64)
         read, entries = M, self.weight_entries
         if self.named is not None and self.weights is not None:
             read = packed_weights(sources[first:last], self.named.heads, x)
             self.weights.add(read, self.tokens, entries.part(first, last))
-        size = read.abs()
-        sums = entries.row_sums(size, first, last).clamp_(min=torch.finfo(size.dtype).tiny)
-        share = size / sums[entries.rows[entries.part(first, last)] - first]
+        share = shares_of(read, entries, first, last)
         self.shares.add(share, self.tokens, entries.part(first, last))
         surprise = share * share.clamp(min=torch.finfo(share.dtype).tiny).log()
         entropy = -entries.row_sums(surprise, first, last).flatten(1)  # [row, H · N]
@@ -207,6 +209,13 @@ def tokens_last(c: Any, lead: int) -> Any:
         parts = [tokens_last(part, lead) for part in c]
         return type(c)(*parts) if hasattr(c, "_fields") else tuple(parts)
     return c
+
+
+def shares_of(values: Tensor, entries: Entries, first: int, last: int) -> Tensor:
+    """|values| [E', G, N] of these rows, each row divided by its sum."""
+    size = values.abs()
+    sums = entries.row_sums(size, first, last).clamp_(min=torch.finfo(size.dtype).tiny)
+    return size / sums[entries.rows[entries.part(first, last)] - first]
 
 
 def split_groups(x: Tensor, groups: int) -> Tensor:

@@ -17,12 +17,14 @@ from depthmix.cli.shared import Several, flag, repeatable, switch
 from depthmix.cli.trace_summary import printable
 from depthmix.support.checks import check_range
 from depthmix.support.terminal import Progress, print_table, print_wrapped, say
+from depthmix.training.texts import measured_folder
 
 EXAMPLES = (
     "depthmix ablate runs/small --rows 4 --routes 4",
     'depthmix ablate runs/small --cut embedding --cut "2->4" --rows 4 --json',
 )
 ROWS = 16
+FEWEST_ROWS = 4
 NAME = "ablation.json"
 MOST = 1000  # largest number of rows, routes and controls
 
@@ -50,9 +52,13 @@ def run(
         bool, switch("Give the weight of what was cut to the rest of a row, where the mechanism normalises its reads.")
     ] = False,
     seed: Annotated[int, flag("Seed of the random cuts.", "SEED")] = 0,
-    output: Annotated[Path | None, flag("Folder of the result.", "FOLDER", default="the run's own folder")] = None,
+    output: Annotated[
+        Path | None,
+        flag("Folder of the result.", "FOLDER",
+             default="that of the run; measured/NAME in it for chosen cuts, --renormalise or a text of yours"),
+    ] = None,
     json: Annotated[bool, switch("Print one JSON object.")] = False,
-) -> int:
+) -> int:  # fmt: skip
     """Cut routes of a model and measure how its loss and predictions change.
 
     Writes ablation.json. Rows and sublayers are counted from 1, source 0 is the embedding: '2->7' is what sublayer 7
@@ -62,6 +68,8 @@ def run(
         check_range(name, value, low, MOST)
     model, _, text = open_measured(folder, reading, rows=rows)
     tokens = text.rows().to(next(model.parameters()).device)
+    if tokens.shape[1] < 2:
+        raise ValueError(f"{text.source} has {tokens.numel()} tokens; expected at least 2: the first is not predicted")
     with Progress(None) as progress:
         found = ablate(
             model,
@@ -74,12 +82,16 @@ def run(
             progress=passes_shown(progress),
         )
     found = dataclasses.replace(found, text=text.describe())
-    found.save((output or folder) / NAME)
+    words = [*reading.words(), *(["cuts"] if cut else []), *(["renormalised"] if renormalise else [])]
+    target = (output or measured_folder(folder, *words)) / NAME
+    found.save(target)
     if json:
         print(json_format.dumps(found.to_dict(), indent=2))
     else:
         print_summary(found)
-    say(printable(f"written to {(output or folder) / NAME}"))
+    if found.rows < FEWEST_ROWS:
+        say(f"intervals over {found.rows} rows say little; use at least {FEWEST_ROWS}")
+    say(printable(f"written to {target}"))
     return 0
 
 

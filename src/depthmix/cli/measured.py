@@ -30,6 +30,10 @@ class Reading:
         switch("Import the user-defined functions that the model's configuration names. This runs their code."),
     ] = False
 
+    def words(self) -> list[str]:
+        """What is special about a measurement of this text: nothing for a run's validation data."""
+        return [self.text.name] if self.text is not None else [] if self.prompt is None else ["prompt"]
+
 
 class Measured(NamedTuple):
     model: Decoder

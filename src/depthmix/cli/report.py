@@ -15,7 +15,7 @@ from depthmix.cli.shared import can_draw, flag, switch
 from depthmix.cli.trace_summary import printable
 from depthmix.report import make_document, open_folders, write_page
 from depthmix.report.document import Opened
-from depthmix.report.measuring import STALE, TRACE_TOKENS, is_stale, measure_missing
+from depthmix.report.measuring import STALE, TRACE_TOKENS, is_stale, measure_missing, texts_of
 from depthmix.report.page import read_template
 from depthmix.report.pictures import draw_figures
 from depthmix.support.checks import check_device, check_range
@@ -77,6 +77,8 @@ def run(
             measure_missing(each, device=device, text=text, tokens=tokens)
         if is_stale(each):
             each.missing.append(f"{STALE}.")
+    for name, sentence in texts_of(opened.runs).items():
+        next(each for each in opened.runs if each.name == name).missing.append(sentence)
     document = make_document(opened, shlex.join(["depthmix", *sys.argv[1:]]))
     size = write_page(document, target)
     drawn = draw_figures(opened.runs, figures) if figures is not None and can_draw() else []

@@ -13,6 +13,7 @@ from depthmix.cli.measured import Reading, open_measured
 from depthmix.cli.shared import flag, switch
 from depthmix.cli.trace_summary import print_summary, printable
 from depthmix.support.terminal import say
+from depthmix.training.texts import measured_folder
 
 EXAMPLES = (
     "depthmix trace runs/small --tokens 2048",
@@ -33,7 +34,10 @@ def run(
         int | None,
         flag("Read at most this many tokens.", "N", default=f"all; of validation data {VALIDATION_TOKENS:,}"),
     ] = None,
-    output: Annotated[Path | None, flag("Folder of the result.", "FOLDER", default="the run's own folder")] = None,
+    output: Annotated[
+        Path | None,
+        flag("Folder of the result.", "FOLDER", default="that of the run; measured/NAME in it for a text of yours"),
+    ] = None,
     json: Annotated[bool, switch("Print one JSON object.")] = False,
 ) -> int:
     """Measure what the layers of a model read, over a text of any length.
@@ -43,10 +47,11 @@ def run(
     model, tokenizer, text = open_measured(folder, reading, tokens=tokens, of_validation=VALIDATION_TOKENS)
     result = survey(model, text.batches(), source=text.source, decode=tokenizer.decode)
     result.figures["text"] |= text.describe()
-    result.save(output or folder)
+    target = output or measured_folder(folder, *reading.words())
+    result.save(target)
     if json:
         print(json_format.dumps(result.figures, indent=2))
     else:
         print_summary(result)
-    say(printable(f"written to {output or folder}: trace.safetensors, trace.json"))
+    say(printable(f"written to {target}: trace.safetensors, trace.json"))
     return 0

@@ -136,6 +136,11 @@ class DepthMixer(nn.Module):
         """`c` with other weights over its sources, so that `source_weights` returns these. Override it together."""
         raise NotImplementedError(f"{type(self).__name__} must implement `with_weights`")
 
+    @property
+    def weights_sum_to_one(self) -> bool:
+        """Whether the weights that `source_weights` gives are normalised, as by a softmax."""
+        return True
+
     def streams(self, state: State) -> State:
         """The tensors of a state that consist of outputs, [..., D] or [..., M, D]; by default all of width D."""
         return tuple(tensor for tensor in state if tensor.shape[-1] == self.site.dim)

@@ -309,6 +309,10 @@ class SourceAttention(DepthMixer):
         weights = torch.ones(()) if c is None else c / len(names) if self.config.counts_sources else c
         return SourceWeights(weights, names, self.reads_partial)
 
+    @property
+    def weights_sum_to_one(self) -> bool:
+        return bool(self.config.mixing != "sigmoid")
+
     def with_weights(self, c: Coeff, weights: Tensor) -> Coeff:
         if c is None:  # a single source is read as it is
             return None

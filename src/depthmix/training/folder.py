@@ -31,7 +31,8 @@ from depthmix.training.manifest import list_checkpoints
 
 CONFIG, RESULT = "config.toml", "result.json"
 REPEAT = 1.0  # seconds within which a second signal counts as a repeat of the first
-RUN_FILES = (RESULT, "final", "checkpoints", "snapshots", "metrics.jsonl", "tensorboard", "wandb")
+MEASURED = ("trace.json", "trace.safetensors", "ablation.json", "measured")  # of its weights
+RUN_FILES = (RESULT, "final", "checkpoints", "snapshots", "metrics.jsonl", "tensorboard", "wandb", *MEASURED)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ Axes: B row of text, T token.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,13 @@ class Text:
     def describe(self) -> dict[str, Any]:
         """What is kept with a result; complete once the text was read."""
         return {"source": self.source, "sha256": self.hash.hexdigest(), "context": self.length}
+
+
+def measured_folder(folder: Path, *words: str) -> Path:
+    """Where measurements of a run are kept: beside the run's files, or in a folder of their own if they are not of the
+    whole run on its validation data; `words` say what is special about them, such as the name of a text."""
+    slug = re.sub(r"[^A-Za-z0-9._+-]+", "_", "-".join(words)).strip("._")
+    return folder / "measured" / (slug or "text") if words else folder
 
 
 def row_length(folder: Path, context: int | None = None) -> int:

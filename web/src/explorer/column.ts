@@ -3,8 +3,8 @@ import { chart } from "../chart";
 import { chips } from "../chips";
 import { bar, choices, select, setOptions } from "../controls";
 import { el, replace, userText } from "../dom";
-import { figure, type NamedRun } from "../figure";
-import { change, ended, loss, token } from "../format";
+import { figure, subject, type NamedRun } from "../figure";
+import { change, ended, loss, plural, token } from "../format";
 import { scaleValues, type Grid } from "../grid";
 import { createMatrix } from "../matrix";
 import { mechanismName } from "../names";
@@ -17,8 +17,8 @@ import { showNext } from "./next";
 import { routePanel } from "./route";
 
 export interface ColumnHost {
-  /** Something of this column changed that needs a new answer. */
-  changed: () => void;
+  /** The edits of this column changed, which needs a new answer. */
+  changed: (column: Column) => void;
   chooseToken: (index: number) => void;
 }
 
@@ -27,6 +27,12 @@ export interface Column {
   request: () => Pick<RunRequest, "run" | "edits" | "value_edits">;
   show: (answer: RunAnswer, token: number) => void;
   chooseToken: (index: number) => void;
+  /** Takes over the edits of another column, those of values only if they fit. */
+  adopt: (edits: Edit[], valueEdits: Edit[] | null) => void;
+  /** What to say beside the edits; with `locked` there are none here. */
+  editable: (note: string, locked: boolean) => void;
+  /** Why the results shown are not those of the text, or null; and whether an answer is under way. */
+  stale: (why: string | null, busy: boolean) => void;
 }
 
 interface State {
@@ -36,6 +42,7 @@ interface State {
   colour: "loss" | "change";
   edits: Edit[];
   valueEdits: Edit[];
+  locked: boolean;
 }
 
 function lossLine(answer: RunAnswer): HTMLElement {
@@ -55,30 +62,44 @@ function lossLine(answer: RunAnswer): HTMLElement {
 function remarks(answer: RunAnswer): HTMLElement {
   const cut =
     answer.truncated > 0
-      ? ` The last ${answer.truncated.toLocaleString("en-US")} tokens of the text are beyond the limit and were left out.`
+      ? ` The last ${plural(answer.truncated, "token")} of the text ${answer.truncated === 1 ? "is" : "are"} beyond the limit and ${answer.truncated === 1 ? "was" : "were"} left out.`
       : "";
-  return el("p", { class: "hint", "data-test": "how" }, answer.how ? userText(ended(answer.how)) : null, cut);
+  const alone =
+    answer.table.tokens.length === 1 ? " There is no loss: with one token, nothing is predicted that is known." : "";
+  return el("p", { class: "hint", "data-test": "how" }, answer.how ? userText(ended(answer.how)) : null, cut, alone);
 }
 
 export function column(each: NamedRun, host: ColumnHost): Column {
   const { run } = each;
-  const state: State = { answer: null, token: 0, quantity: "M", colour: "loss", edits: [], valueEdits: [] };
+  const state: State = {
+    answer: null,
+    token: 0,
+    quantity: "M",
+    colour: "loss",
+    edits: [],
+    valueEdits: [],
+    locked: false,
+  };
   const values = (): boolean => state.quantity === "values";
   const edits = (): Edit[] => (values() ? state.valueEdits : state.edits);
   const grid = (): Grid | null => state.answer && tokenGrid(run, state.answer.table, state.quantity, state.token);
   const setEdits = (next: Edit[]): void => {
     if (values()) state.valueEdits = next;
     else state.edits = next;
+    refresh();
+    host.changed(self);
+  };
+  const refresh = (): void => {
     panel.refresh(grid());
     outline();
-    host.changed();
+    name();
   };
   const panel = routePanel({ edits, change: setEdits });
   const view = createMatrix({
     label: `Matrix of the chosen token of ${run.name}. Enter selects a route`,
     onSelect: (cursor) => {
       const now = grid();
-      if (now && state.quantity !== "weights") panel.select(now, cursor);
+      if (now && state.quantity !== "weights" && !state.locked) panel.select(now, cursor);
     },
     note: (cursor) => {
       const edit = edits().find(
@@ -116,6 +137,19 @@ export function column(each: NamedRun, host: ColumnHost): Column {
       paint();
     },
   );
+  const matrixSubject = subject();
+  const nextSubject = subject();
+  const changeSubject = subject(run.name);
+  /** What the figures show. */
+  const name = (): void => {
+    const place = `token ${state.token + 1}`;
+    const edited = state.edits.length + state.valueEdits.length > 0;
+    const quantity = quantities.select.selectedOptions[0]?.textContent ?? "";
+    matrixSubject.set(run.name, quantity, place, edited ? "weights before the edits" : "");
+    nextSubject.set(run.name, place, state.answer?.edited ? "before and after the edits" : "");
+  };
+  const editNote = el("p", { class: "hint", "data-test": "edit-note", hidden: true });
+  const staleNote = el("p", { class: "stale-note", "data-test": "stale", role: "note", hidden: true });
   const totals = el("div", { "aria-live": "polite" });
   const nextBox = el("div", {});
   const nextTitle = el("p", { class: "says" });
@@ -126,7 +160,8 @@ export function column(each: NamedRun, host: ColumnHost): Column {
   const perTokenFigure = figure(
     {
       title: "Change of each token's loss",
-      name: `change-${run.name}`,
+      name: "change",
+      subject: changeSubject,
       level: "h4",
       says: "Upwards: the edit makes the token harder to predict.",
     },
@@ -143,8 +178,9 @@ export function column(each: NamedRun, host: ColumnHost): Column {
     if (!now || !state.answer) return;
     view.update(now, domainOf(scaleValues(now), now.kind));
     outline();
-    panel.node.hidden = state.quantity === "weights";
+    panel.node.hidden = state.quantity === "weights" || state.locked;
     panel.refresh(now);
+    name();
     replace(
       nextTitle,
       `After token ${state.token + 1} `,
@@ -158,7 +194,8 @@ export function column(each: NamedRun, host: ColumnHost): Column {
     figure(
       {
         title: "What this token reads",
-        name: `explorer-matrix-${run.name}`,
+        name: "explorer-matrix",
+        subject: matrixSubject,
         level: "h4",
         controls: bar(quantities.node),
         says: "Click a cell, or press Enter on it, to select that route.",
@@ -166,6 +203,7 @@ export function column(each: NamedRun, host: ColumnHost): Column {
       view.node,
     ),
     panel.node,
+    editNote,
   );
   const right = el(
     "div",
@@ -173,7 +211,8 @@ export function column(each: NamedRun, host: ColumnHost): Column {
     figure(
       {
         title: "Next token",
-        name: `next-${run.name}`,
+        name: "next",
+        subject: nextSubject,
         level: "h4",
         says: "The most probable next tokens after the chosen one.",
       },
@@ -182,8 +221,14 @@ export function column(each: NamedRun, host: ColumnHost): Column {
     ),
     perTokenFigure,
   );
-  const results = el("div", { hidden: true }, top, el("div", { class: "explorer-results" }, left, right));
-  return {
+  const results = el(
+    "div",
+    { class: "results", hidden: true },
+    staleNote,
+    top,
+    el("div", { class: "explorer-results" }, left, right),
+  );
+  const self: Column = {
     node: el(
       "div",
       { class: "explorer-column", "data-run": each.index },
@@ -220,5 +265,23 @@ export function column(each: NamedRun, host: ColumnHost): Column {
       redraw();
       if (answer.edited) perToken.redraw();
     },
+    adopt: (list, valueList) => {
+      state.edits = list;
+      if (valueList) state.valueEdits = valueList;
+      refresh();
+    },
+    editable: (note, locked) => {
+      state.locked = locked;
+      editNote.textContent = note;
+      editNote.hidden = !note;
+      panel.node.hidden = state.quantity === "weights" || locked;
+    },
+    stale: (why, busy) => {
+      results.classList.toggle("stale", why !== null);
+      results.setAttribute("aria-busy", busy ? "true" : "false");
+      staleNote.hidden = why === null;
+      staleNote.textContent = why ?? "";
+    },
   };
+  return self;
 }

@@ -36,5 +36,5 @@ export function groupEdits(edits: Edit[], readersOf: (source: number) => number[
       groups.push({ source, row: null, scale });
     }
   }
-  return [...groups, ...edits.filter((edit) => !whole.has(edit.source))];
+  return [...groups, ...edits.filter((edit) => !whole.has(edit.source) || !readersOf(edit.source).includes(edit.row))];
 }

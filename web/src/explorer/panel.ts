@@ -1,11 +1,12 @@
 // The live panel of the explorer: a text, one run or two, and the run button.
 import { bar, button, select, toggle } from "../controls";
 import { el, replace, type Child } from "../dom";
-import { number, visible } from "../format";
+import { number, plural, visible } from "../format";
 import { named, type Section } from "../section";
-import type { PageDocument } from "../types";
+import type { PageDocument, Run } from "../types";
 import { client, type Client } from "./client";
 import { column, type Column } from "./column";
+import { whyNoText } from "./text";
 
 const LIMIT = 100_000;
 const TYPING = 600;
@@ -13,6 +14,9 @@ const EDITING = 180;
 const START = "def read(self, state):\n    return self.combine(state, self.coeff(state))\n";
 
 interface Place {
+  run: Run;
+  /** The text of the results shown; null before the first. */
+  answered: string | null;
   column: Column;
   client: Client;
 }
@@ -39,7 +43,12 @@ function fileInput(load: (text: string) => void, complain: (message: string) => 
       complain(
         `${visible(file.name)} has ${number(file.size / 1000)} kB; the explorer takes files of at most ${LIMIT / 1000} kB. Copy a part of it into the text field.`,
       );
-    else load(await file.text());
+    else {
+      const text = await file.text();
+      const why = whyNoText(file.name, text);
+      if (why) complain(why);
+      else load(text);
+    }
     input.value = "";
   });
   return el("div", { class: "control" }, el("label", { for: "explorer-file" }, "or pick a file"), input);
@@ -55,32 +64,44 @@ function draw(page: PageDocument): Child[] {
   const complain = (message: string | null): void =>
     replace(alertBox, message ? el("p", { class: "error", "data-test": "explorer-error" }, visible(message)) : null);
 
+  /** Marks the results of each run that are not those of the text. */
+  const markStale = (why: string | null, busy = false): void =>
+    state.places.forEach((each) => {
+      const old = each.answered !== null && each.answered !== state.text;
+      each.column.stale(why ?? (old ? "Results of the previous text." : null), busy);
+    });
   const ask = async (place: Place): Promise<void> => {
+    const { text } = state;
     const answer = await place.client.run({
       ...place.column.request(),
-      text: state.text,
+      text,
       renormalise: state.renormalise,
       token: state.token,
     });
     if (!answer || !state.places.includes(place)) return;
     place.column.show(answer, state.token ?? answer.table.tokens.length - 1);
+    place.answered = text;
+    place.column.stale(text === state.text ? null : "Results of the previous text.", false);
     const length = answer.table.tokens.length;
     status.textContent =
-      length === 0 ? "The text has no tokens." : `${length} tokens in ${number(answer.seconds, 2)} s.`;
+      length === 0 ? "The text has no tokens." : `${plural(length, "token")} in ${number(answer.seconds, 2)} s.`;
   };
   const send = async (): Promise<void> => {
     window.clearTimeout(timer);
     complain(null);
     if (!state.text) {
       status.textContent = "Type a text, or pick a file.";
+      markStale(null);
       return;
     }
     status.textContent = "Running …";
+    markStale(null, true);
     try {
       await Promise.all(state.places.map(ask));
     } catch (error) {
       status.textContent = "";
       complain((error as Error).message);
+      markStale("Results from before the last change, which got no answer.");
     }
   };
   const soon = (wait: number): void => {
@@ -90,9 +111,14 @@ function draw(page: PageDocument): Child[] {
   const place = (index: number): Place => {
     const each = runs[index]!;
     return {
+      run: each.run,
+      answered: null,
       client: client(),
       column: column(each, {
-        changed: () => soon(EDITING),
+        changed: (from) => {
+          share(from);
+          soon(EDITING);
+        },
         chooseToken: (token) => {
           if (token === state.token) return;
           state.token = token;
@@ -101,6 +127,32 @@ function draw(page: PageDocument): Child[] {
         },
       }),
     };
+  };
+  /** With two runs of equal depth the edits of one are those of both. */
+  const share = (from: Column | undefined): void => {
+    const [first, second] = state.places;
+    if (!first || !second) {
+      first?.column.editable("", false);
+      return;
+    }
+    const depths = [first.run.depth, second.run.depth];
+    if (depths[0] !== depths[1]) {
+      const note = `Edits apply to the first run only: the runs have ${depths.join(" and ")} sublayers.`;
+      first.column.editable(note, false);
+      second.column.editable(note, true);
+      second.column.adopt([], []);
+      return;
+    }
+    const layers = state.places.map(({ run }) => run.kinds.filter((kind) => kind === "attn").length);
+    const both = layers[0] === layers[1] && state.places.every(({ run }) => run.kv_mechanism);
+    const either = state.places.some(({ run }) => run.kv_mechanism);
+    const note = `Edits apply to both runs${either && !both ? "; those of the mixing of values only to the run that has it" : ""}.`;
+    state.places.forEach((each) => {
+      each.column.editable(note, false);
+      if (!from || each.column === from) return;
+      const { edits, value_edits: values } = from.request();
+      each.column.adopt(edits, both ? values : null);
+    });
   };
   const setRun = (at: number, value: string): void => {
     const others = state.places.filter((_, index) => index !== at);
@@ -111,6 +163,7 @@ function draw(page: PageDocument): Child[] {
           ? [place(Number(value)), ...others]
           : [...state.places.slice(0, 1), place(Number(value))];
     replace(columns, ...state.places.map((each) => each.column.node));
+    share((others.find((each) => state.places.includes(each)) ?? state.places[0])?.column);
     void send();
   };
   const box = el("textarea", {
@@ -121,10 +174,16 @@ function draw(page: PageDocument): Child[] {
     "data-test": "explorer-text",
   });
   box.value = state.text;
+  const refuse = (message: string): void => {
+    complain(message);
+    status.textContent = "";
+    markStale("The file was not taken: these are results of the previous text. Run shows those of the text above.");
+  };
   const setText = (text: string): void => {
     state.text = text;
     state.token = null;
     if (box.value !== text) box.value = text;
+    markStale(null);
   };
   box.addEventListener("input", () => {
     setText(box.value);
@@ -161,7 +220,7 @@ function draw(page: PageDocument): Child[] {
       fileInput((text) => {
         setText(text);
         void send();
-      }, complain),
+      }, refuse),
     ),
     bar(
       button("Run", () => void send(), "primary", "explorer-run"),

@@ -19,8 +19,23 @@ interface Host {
   change: (edits: Edit[]) => void;
 }
 
-function readers(grid: Grid, source: number): number[] {
-  return grid.rowIds.filter((row) => grid.readable(row, source));
+/** True where a row reads one source only: without it, nothing would be left to read. */
+function single(grid: Grid, row: number): boolean {
+  let sources = 0;
+  for (let column = 0; column < grid.columns; column++) if (grid.readable(row, column)) sources++;
+  return sources < 2;
+}
+
+/** The readers that a cut of the source everywhere changes: those that read something else, too. */
+export function readers(grid: Grid, source: number): number[] {
+  return grid.rowIds.filter((row) => grid.readable(row, source) && !single(grid, row));
+}
+
+function everyReader(grid: Grid, source: number): string {
+  const left = grid.rowIds.filter((row) => grid.readable(row, source) && single(grid, row));
+  return left.length
+    ? `every reader but ${left.map(grid.row.name).join(", ")}, which reads nothing else`
+    : "every reader";
 }
 
 function scaleText(scale: number): string {
@@ -30,7 +45,7 @@ function scaleText(scale: number): string {
 function editList(grid: Grid, host: Host): HTMLElement {
   const groups = groupEdits(host.edits(), (source) => readers(grid, source));
   const items = groups.map((group) => {
-    const reader = group.row === null ? "every reader" : grid.row.name(group.row);
+    const reader = group.row === null ? everyReader(grid, group.source) : grid.row.name(group.row);
     const remove = (): void =>
       host.change(
         group.row === null
@@ -92,6 +107,7 @@ export function routePanel(host: Host): RoutePanel {
       toggle.textContent = now === 0 ? "Switch on" : "Switch off";
       scale.input.value = String(now);
       scale.show(scaleText(now));
+      everywhere.disabled = !readers(grid, cursor.source).length;
     }
     replace(list, grid && host.edits().length ? editList(grid, host) : null);
   };

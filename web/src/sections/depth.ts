@@ -24,6 +24,9 @@ export function together(value: Maybe[] | Maybe): Maybe {
   return known.length ? Math.sqrt(known.reduce((sum, each) => sum + each * each, 0) / known.length) : null;
 }
 
+/** From this ratio of the largest to the smallest on, norms start with a logarithmic axis. */
+const WIDE = 30;
+
 const KINDS: Kind[] = [
   {
     name: "state_norm",
@@ -101,6 +104,16 @@ function seriesOf(runs: NamedRun[], hidden: Set<number>, kind: Kind): Series[] {
     }));
 }
 
+/** True where some norms are so much larger than others that a linear axis shows only those. */
+function wide(runs: NamedRun[]): boolean {
+  return KINDS.filter((kind) => kind.norm).some((kind) => {
+    const known = runs
+      .flatMap(({ run }) => kind.values(run))
+      .filter((value): value is number => value !== null && Number.isFinite(value) && value > 0);
+    return Math.max(...known) > WIDE * Math.min(...known);
+  });
+}
+
 const has = (run: Run): boolean => KINDS.some((kind) => kind.values(run).some((value) => value !== null));
 
 export const depthSection: Section = {
@@ -114,7 +127,7 @@ export const depthSection: Section = {
     const note = absent(all, has, /trace|magnitude|gradient|depth/i, "no trace was saved.");
     if (!runs.length) return [note];
     const hidden = new Set<number>();
-    const state = { log: false };
+    const state = { log: wide(runs) };
     const redraws: (() => void)[] = [];
     const redraw = (): void => redraws.forEach((each) => each());
     const figures = KINDS.filter((kind) =>
@@ -144,7 +157,7 @@ export const depthSection: Section = {
         runLegend(runs, hidden, redraw),
         toggle(
           "logarithmic norms",
-          false,
+          state.log,
           (on) => {
             state.log = on;
             redraw();

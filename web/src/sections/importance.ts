@@ -1,9 +1,9 @@
 // Mass against importance: what has weight, and what the loss says when it is cut.
 import { chart } from "../chart";
 import { bar, choices, select, toggle } from "../controls";
-import { el, replace, userText } from "../dom";
-import { figure, type NamedRun } from "../figure";
-import { change, ended, interval, loss, percent } from "../format";
+import { el, nameText, replace, userText } from "../dom";
+import { figure, subject, type NamedRun } from "../figure";
+import { change, ended, interval, loss, percent, plural, visible } from "../format";
 import { RULE, controlsText, judge, judgementSentence } from "../importance";
 import { absent, mostTelling, named, type Section } from "../section";
 import { KINDS, scatter } from "../scatter";
@@ -12,11 +12,18 @@ import type { Ablation, Effect, Run } from "../types";
 
 type Shown = "all" | Effect["kind"];
 
-function families(ablation: Ablation): HTMLElement | null {
+const CUTS: { value: Shown; label: string; says: string }[] = [
+  { value: "all", label: "all", says: "all cuts" },
+  { value: "family", label: "families", says: "families of sources" },
+  { value: "source", label: "sources", says: "single sources" },
+  { value: "route", label: "routes", says: "single routes" },
+];
+
+function families(run: Run, ablation: Ablation): HTMLElement | null {
   const list = ablation.effects.filter((effect) => effect.kind === "family");
   if (!list.length) return null;
   return table({
-    caption: "Families of sources, cut as a whole. Change of loss and KL with their intervals.",
+    caption: `${visible(run.name)}: families of sources, cut as a whole. Change of loss and KL with their intervals.`,
     headings: ["family", "edges", "mass", "change of loss", "KL", "random controls (change of loss)", "verdict"],
     rows: list.map((effect) => [
       userText(effect.name),
@@ -31,20 +38,25 @@ function families(ablation: Ablation): HTMLElement | null {
   });
 }
 
-function statements(ablation: Ablation): HTMLElement | null {
+function statements(run: Run, ablation: Ablation): HTMLElement | null {
   const list = ablation.effects.filter((effect) => effect.kind === "family");
   if (!list.length) return null;
   return el(
-    "ul",
-    { class: "sentences" },
-    ...list.map((effect) =>
-      el(
-        "li",
-        {},
-        el("strong", {}, userText(effect.name)),
-        " ",
-        `(${percent(effect.mass)} of the reads). `,
-        judgementSentence(effect),
+    "div",
+    {},
+    el("h3", {}, "Families of sources in ", nameText(run.name)),
+    el(
+      "ul",
+      { class: "sentences" },
+      ...list.map((effect) =>
+        el(
+          "li",
+          {},
+          el("strong", {}, userText(effect.name)),
+          " ",
+          `(${percent(effect.mass)} of the reads). `,
+          judgementSentence(effect),
+        ),
       ),
     ),
   );
@@ -78,14 +90,17 @@ function draw(runs: NamedRun[]): HTMLElement[] {
   );
   const about = el("p", { class: "hint" });
   const below = el("div", {});
+  const title = subject();
+  const describe = (): void => title.set(state.run.name, CUTS.find(({ value }) => value === state.shown)?.says ?? "");
   const redraw = (): void => {
+    describe();
     const { tokens, rows, loss: plain, how, confidence } = ablation();
     replace(
       about,
       userText(ended(how)),
-      ` Loss without any cut: ${loss(plain)} nats, ${tokens.toLocaleString("en-US")} tokens in ${rows} sequences; bars are ${percent(confidence)} intervals over sequences.`,
+      ` Loss without any cut: ${loss(plain)} nats, ${plural(tokens, "token")} in ${plural(rows, "sequence")}; bars are ${percent(confidence)} intervals over sequences.`,
     );
-    replace(below, statements(ablation()), families(ablation()));
+    replace(below, statements(state.run, ablation()), families(state.run, ablation()));
     picture.redraw();
   };
   const controls = bar(
@@ -101,20 +116,11 @@ function draw(runs: NamedRun[]): HTMLElement[] {
           "importance-run",
         ).node
       : null,
-    choices(
-      "Cuts",
-      [
-        { value: "all", label: "all" },
-        { value: "family", label: "families" },
-        { value: "source", label: "sources" },
-        { value: "route", label: "routes" },
-      ],
-      "all",
-      (value) => {
-        state.shown = value as Shown;
-        picture.redraw();
-      },
-    ),
+    choices("Cuts", CUTS, "all", (value) => {
+      state.shown = value as Shown;
+      describe();
+      picture.redraw();
+    }),
     toggle("stretch small effects", true, (on) => {
       state.stretch = on;
       picture.redraw();
@@ -126,10 +132,11 @@ function draw(runs: NamedRun[]): HTMLElement[] {
       {
         title: "Weight against effect",
         name: "importance",
+        subject: title,
         controls,
         legend: () => [
-          ...KINDS.map(({ label, colour }) => ({ name: label, colour })),
-          { name: "× random cuts", colour: "var(--ink-soft)", dash: "2 3" },
+          ...KINDS.map(({ label, colour, symbol }) => ({ name: label, colour, symbol })),
+          { name: "random cuts of as many edges", colour: "var(--ink-soft)", symbol: "times" as const },
         ],
         says: "To the right is what readers weigh most, upwards is what the model needs. Points in the lower right have weight without importance.",
         hint: RULE,

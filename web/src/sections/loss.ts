@@ -23,16 +23,17 @@ function seriesOf({ run, index }: NamedRun, axis: Axis, train: boolean): Series[
   return [...all, { name: run.name, colour, dash, points: validation, dots: validation.length < 60 }];
 }
 
-/** The losses after the first fifth, so that differences at the end can be seen. */
+/** The losses shown after the first fifth, so that differences at the end can be seen. */
 function endDomain(all: Series[]): [number, number] | undefined {
-  const measured = all.filter((series) => !series.thin && series.points.length > 2);
-  const judged = measured.length ? measured : all;
-  const last = Math.max(...judged.flatMap((series) => series.points.map(({ x }) => x)));
-  const values = judged.flatMap((series) => series.points.filter(({ x }) => x >= last / 5).map(({ y }) => y));
+  const last = Math.max(...all.flatMap((series) => series.points.map(({ x }) => x)));
+  const values = all.flatMap((series) => series.points.filter(({ x }) => x >= last / 5).map(({ y }) => y));
   if (values.length < 2) return undefined;
   const [low, high] = [Math.min(...values), Math.max(...values)];
   return [low - 0.1 * (high - low), high + 0.02 * (high - low)];
 }
+
+/** With fewer validation losses than these, a line says too little: the losses of training are shown as well. */
+const ENOUGH = 3;
 
 const hasCurve = (run: Run): boolean =>
   points(run.curves?.validation, "tokens").length + points(run.curves?.train, "tokens").length > 0;
@@ -48,7 +49,11 @@ export const lossSection: Section = {
     const note = absent(all, hasCurve, /curve|metrics|loss/i, "no losses were recorded.");
     if (!runs.length) return [note];
     const hidden = new Set<number>();
-    const state = { axis: "tokens" as Axis, zoom: runs.length > 1, train: runs.length <= 3 };
+    const state = {
+      axis: "tokens" as Axis,
+      zoom: runs.length > 1,
+      train: !runs.every(({ run }) => points(run.curves?.validation, "tokens").length >= ENOUGH),
+    };
     const current = (): Series[] =>
       runs.filter(({ index }) => !hidden.has(index)).flatMap((each) => seriesOf(each, state.axis, state.train));
     const picture = chart(
@@ -84,10 +89,15 @@ export const lossSection: Section = {
         state.zoom = on;
         picture.redraw();
       }),
-      toggle("training loss", state.train, (on) => {
-        state.train = on;
-        picture.redraw();
-      }),
+      toggle(
+        "training losses",
+        state.train,
+        (on) => {
+          state.train = on;
+          picture.redraw();
+        },
+        "training-losses",
+      ),
     );
     return [
       note,
@@ -97,7 +107,7 @@ export const lossSection: Section = {
           name: "loss",
           legend: () => legendEntries(runs, hidden),
           controls,
-          says: "Thick lines are the validation loss, thin lines the loss of each recorded training step.",
+          says: "Thick lines are the validation loss; thin lines, where they are switched on, are the loss of each recorded training step.",
           hint: "Point at a line for its values. Press a name to hide its line.",
         },
         runLegend(runs, hidden, picture.redraw),

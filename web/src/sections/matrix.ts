@@ -72,16 +72,44 @@ function draw(runs: NamedRun[]): HTMLElement[] {
   const move = (card: () => Card, cursor: Cursor | null): void => {
     for (const other of cards) if (other !== card()) other.view.show(cursor);
   };
-  const cards = runs.map((each) => makeCard(each, move));
+  const subject = (): string[] => [QUANTITIES.find(({ value }) => value === state.quantity)?.label ?? state.quantity];
+  const cards = runs.map((each) => makeCard(each, move, subject));
   const says = el("p", { class: "says" });
   const missing = el("div", {});
   const hidden = new Set(runs.slice(SHOWN).map(({ index }) => index));
+  const readers = choices(
+    "Readers",
+    [
+      { value: "all", label: "all" },
+      { value: "attn", label: "before attention" },
+      { value: "mlp", label: "before MLPs" },
+    ],
+    "all",
+    (value) => {
+      state.filter = value as RowFilter;
+      redraw();
+    },
+  );
+  const strip = el(
+    "span",
+    {},
+    " The strip at the left marks readers before ",
+    el("span", { class: "key attention" }),
+    "attention and ",
+    el("span", { class: "key mlp" }),
+    "MLPs.",
+  );
   const redraw = (): void => {
     const quantity = QUANTITIES.find(({ value }) => value === state.quantity);
+    const values = state.quantity === "values";
     replace(
       says,
-      `A cell says ${quantity?.says ?? ""}. Rows are readers from the first sublayer down to the head, columns are sources, the newest at the right end of each row.`,
+      values
+        ? `A cell says ${quantity?.says ?? ""}. Rows are attention layers that cache a value, columns the layers whose values are in it.`
+        : `A cell says ${quantity?.says ?? ""}. Rows are readers from the first sublayer down to the head, columns are sources, the newest at the right end of each row.`,
     );
+    strip.hidden = values;
+    readers.hidden = values;
     const grids = cards.map((card) => gridAt(card.run, state, positions));
     const kind = grids.find((grid) => grid)?.kind ?? "sequential";
     const all = state.shared
@@ -156,19 +184,7 @@ function draw(runs: NamedRun[]): HTMLElement[] {
       "quantity",
     ).node,
     groups.node,
-    choices(
-      "Readers",
-      [
-        { value: "all", label: "all" },
-        { value: "attn", label: "before attention" },
-        { value: "mlp", label: "before MLPs" },
-      ],
-      "all",
-      (value) => {
-        state.filter = value as RowFilter;
-        redraw();
-      },
-    ),
+    readers,
     scrubber.node,
     toggle(
       "same colours for all runs",
@@ -191,11 +207,9 @@ function draw(runs: NamedRun[]): HTMLElement[] {
       el(
         "p",
         { class: "hint" },
-        "Point at a cell or walk with the arrow keys; all matrices follow. The strip at the left marks readers before ",
-        el("span", { class: "key attention" }),
-        "attention and ",
-        el("span", { class: "key mlp" }),
-        "MLPs. Colours end at the 99 % quantile and leave out the first row, which has one source.",
+        "Point at a cell or walk with the arrow keys; all matrices follow.",
+        strip,
+        " Colours end at the 99 % quantile and leave out the first row, which has one source.",
       ),
     ),
     el("div", { class: "multiples" }, ...cards.map((card) => card.node)),

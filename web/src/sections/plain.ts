@@ -1,5 +1,6 @@
 // Sections that are words and tables: health, cost, findings, about.
 import { el, userText, type Child } from "../dom";
+import { plural } from "../format";
 import { optionsText } from "../names";
 import { absent, named, paragraph, type Section } from "../section";
 import { table, type Cell } from "../table";
@@ -95,8 +96,9 @@ const VERDICTS: Record<Finding["verdict"], [Health["level"], string]> = {
 export const findings: Section = {
   id: "findings",
   label: "Findings",
-  title: "Findings of the paper, held against these runs",
-  intro: "Which of the published observations appear here.",
+  title: "Findings",
+  intro:
+    "Observations of arXiv 2603.15031 (Attention Residuals) held against these runs. Claims whose arms are not in the report are left out.",
   draw: (page) => {
     if (!page.findings?.length) {
       return [
@@ -114,7 +116,7 @@ export const findings: Section = {
         { class: `badge ${level}` },
         el("span", { "aria-hidden": "true" }, { good: "✓", unknown: "–", notice: "?", problem: "⇄" }[level]),
         " ",
-        text,
+        /one seed\W*$/i.test(each.figure) ? `${text} (one seed)` : text,
       );
       return [userText(each.claim), mark, userText(each.figure), userText(each.note)];
     });
@@ -166,7 +168,7 @@ export const about: Section = {
         hash("config"),
         hash("data"),
         hash("weights"),
-        run.trace ? `${run.trace.tokens.toLocaleString("en-US")} tokens of ${run.trace.text.source}` : "none",
+        run.trace ? `${plural(run.trace.tokens, "token")} of ${run.trace.text.source}` : "none",
         userText(optionsText(run) || "–"),
       ];
     });

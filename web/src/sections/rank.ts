@@ -129,6 +129,12 @@ export const rankSection: Section = {
         {
           title: "Ranks",
           name: "rank",
+          legend: () => [
+            { name: "semiseparable, mean over tokens", colour: "var(--ink)", symbol: "circle" },
+            { name: "its largest", colour: "var(--ink)", symbol: "circle", hollow: true },
+            { name: "declared by the mechanism", colour: "var(--ink)", symbol: "diamond2", hollow: true },
+            { name: "effective rank, ± one standard deviation", colour: "var(--ink-soft)", symbol: "triangle" },
+          ],
           says: "A full circle below its diamond means that part of the mechanism's freedom is unused.",
         },
         key,

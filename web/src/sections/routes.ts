@@ -2,8 +2,8 @@
 import { max, scaleLinear } from "d3";
 import { bar, select, slider, toggle } from "../controls";
 import { el, replace, sideways, svg } from "../dom";
-import { figure, type NamedRun } from "../figure";
-import { change, interval, number, percent } from "../format";
+import { figure, subject, type NamedRun } from "../figure";
+import { change, interval, number, percent, visible } from "../format";
 import { kindName, outputLabel, outputName, readerName } from "../names";
 import { absent, mostTelling, named, type Section } from "../section";
 import { routesOf, type Route, type RouteOrder } from "../routes";
@@ -118,7 +118,7 @@ function shortPlace(run: Run, place: number): string {
 
 function routeTable(run: Run, routes: Route[]): HTMLElement {
   return table({
-    caption: `The ${routes.length} strongest routes: cosine share, contribution ‖M v‖, and change of the loss when the route is cut (nats per token).`,
+    caption: `${visible(run.name)}: the ${routes.length} strongest routes, cosine share, contribution ‖M v‖, and change of the loss when the route is cut (nats per token).`,
     headings: ["source", "reader", "share", "contribution", "effect of a cut on the loss"],
     rows: routes.map((route) => [
       shortPlace(run, route.source),
@@ -159,7 +159,17 @@ export const routesSection: Section = {
     const state = { run: first.run, order: "share" as RouteOrder, skip: true, top: 20 };
     const drawing = sideways("Arcs, scroll sideways if they are wide");
     const list = el("div", {});
+    const about = subject();
+    const orders = [
+      { value: "share", label: "cosine share" },
+      { value: "contribution", label: "contribution ‖M v‖" },
+    ];
     const redraw = (): void => {
+      about.set(
+        state.run.name,
+        orders.find(({ value }) => value === state.order)?.label ?? "",
+        state.skip ? "without newest sources" : "with newest sources",
+      );
       const routes = routesOf(state.run, state.order, state.skip).slice(0, state.top);
       replace(drawing, arcs(state.run, routes, state.order, 680));
       replace(list, routeTable(state.run, routes));
@@ -187,18 +197,10 @@ export const routesSection: Section = {
             "route-run",
           ).node
         : null,
-      select(
-        "Width of an arc",
-        [
-          { value: "share", label: "cosine share" },
-          { value: "contribution", label: "contribution ‖M v‖" },
-        ],
-        "share",
-        (value) => {
-          state.order = value as RouteOrder;
-          redraw();
-        },
-      ).node,
+      select("Width of an arc", orders, "share", (value) => {
+        state.order = value as RouteOrder;
+        redraw();
+      }).node,
       top.node,
       toggle("leave out newest sources", true, (on) => {
         state.skip = on;
@@ -214,6 +216,7 @@ export const routesSection: Section = {
           {
             title: "Routes over depth",
             name: "routes",
+            subject: about,
             controls,
             legend: () =>
               KEY.map(([verdict, name]) => ({

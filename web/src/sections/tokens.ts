@@ -4,7 +4,7 @@ import { chart } from "../chart";
 import { chips } from "../chips";
 import { bar, select, setOptions, type Option } from "../controls";
 import { el, replace, userText } from "../dom";
-import { figure, type NamedRun } from "../figure";
+import { figure, subject, type NamedRun } from "../figure";
 import { loss, number, token } from "../format";
 import { outputGrid, scaleValues, sourceGrid, traceGrid, valueGrid, type Grid } from "../grid";
 import { createMatrix } from "../matrix";
@@ -143,9 +143,14 @@ function draw(runs: NamedRun[]): HTMLElement[] {
     rows.select.value = String(row);
     redraw();
   };
+  const rowSubject = subject();
+  const matrixSubject = subject();
   const redraw = (): void => {
     const grid = tokenGrid(state.run, table(), state.quantity, state.token);
     if (!grid) return;
+    const quantity = tableQuantities(table()).find(({ value }) => value === state.quantity)?.label ?? state.quantity;
+    rowSubject.set(state.run.name, quantity, `token ${state.token + 1}`, grid.row.name(state.row));
+    matrixSubject.set(state.run.name, quantity, `token ${state.token + 1}`);
     view.update(grid, domainOf(scaleValues(grid), grid.kind));
     const value = table().loss[state.token] ?? null;
     replace(
@@ -212,6 +217,7 @@ function draw(runs: NamedRun[]): HTMLElement[] {
         {
           title: "One read of this token",
           name: "token-row",
+          subject: rowSubject,
           says: "Bars are this token's weights over the sources of the chosen row; ticks are the mean over all tokens of the trace.",
         },
         caption,
@@ -221,6 +227,7 @@ function draw(runs: NamedRun[]): HTMLElement[] {
         {
           title: "All reads of this token",
           name: "token-matrix",
+          subject: matrixSubject,
           says: "The whole matrix of this token. Pointing at a row puts it into the bars.",
         },
         view.node,

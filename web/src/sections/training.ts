@@ -2,7 +2,7 @@
 import { chart, describe, lines, type Series } from "../chart";
 import { bar, select, setOptions, toggle } from "../controls";
 import { el, replace, userText, type Child } from "../dom";
-import { figure, legendEntries, type NamedRun } from "../figure";
+import { figure, legendEntries, subject, type NamedRun } from "../figure";
 import { number } from "../format";
 import { heatMap } from "../heatmap";
 import { readerName } from "../names";
@@ -58,7 +58,11 @@ function heat(runs: NamedRun[]): HTMLElement {
   const first = runs[0]!;
   const state = { run: first.run, name: seriesOf(first.run)[0]?.value ?? "", log: true };
   const box = el("div", {});
-  const redraw = (): void => replace(box, map(state.run, state.name, state.log));
+  const about = subject();
+  const redraw = (): void => {
+    about.set(state.run.name, NAMES[state.name] ?? state.name, state.log ? "logarithmic colours" : "");
+    replace(box, map(state.run, state.name, state.log));
+  };
   const series = select(
     "Series",
     seriesOf(first.run),
@@ -86,6 +90,7 @@ function heat(runs: NamedRun[]): HTMLElement {
     {
       title: "Depth against training",
       name: "over-training",
+      subject: about,
       says: "Each column is one recording during training, each row one sublayer, the deepest on top.",
       controls: bar(
         runs.length > 1 ? run.node : null,

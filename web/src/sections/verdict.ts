@@ -1,5 +1,5 @@
 // What was compared, how it ended, and the key facts of each run.
-import { el, sentences, userText, type Child } from "../dom";
+import { el, nameText, sentences, userText, type Child } from "../dom";
 import { swatch, type NamedRun } from "../figure";
 import { loss, number, percent } from "../format";
 import { mechanismName } from "../names";
@@ -35,7 +35,7 @@ function rankText(run: Run): string {
 }
 
 export function runCell({ run, index }: NamedRun): HTMLElement {
-  return el("span", { class: "run-name" }, swatch(index), userText(run.name));
+  return el("span", { class: "run-name" }, swatch(index), nameText(run.name));
 }
 
 function glance(runs: NamedRun[]): HTMLElement | null {
