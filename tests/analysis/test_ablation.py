@@ -141,7 +141,11 @@ def test_mass_is_the_mean_share_of_the_rows_that_were_cut(name: str) -> None:
 
 
 def test_the_strongest_routes_are_those_along_the_read_or_against_it() -> None:
-    model, tokens = tiny(mixer="mhc"), some_tokens(4, 8)
+    model, tokens = tiny(mixer="denseformer"), some_tokens(4, 8)
+    torch.manual_seed(3)  # one of the routes points against its read
+    with torch.no_grad():
+        for parameter in model.depth.parameters():
+            parameter.copy_(torch.randn_like(parameter))
     traced = dm.trace(model, tokens)
     cosine = torch.stack(
         [
@@ -150,7 +154,8 @@ def test_the_strongest_routes_are_those_along_the_read_or_against_it() -> None:
         ]
     )
     edges = sorted(((r, i) for r in range(1, 7) for i in range(r + 1)), key=lambda e: -abs(float(cosine[e])))
-    assert any(float(cosine[e]) < 0 for e in edges[:-3]), "not only the weakest"
+    edges = [e for e in edges if float(cosine[e])]
+    assert any(float(cosine[e]) < 0 for e in edges[:-1]), "not only the weakest"
     routes = [e for e in dm.ablate(model, tokens, routes=len(edges)).effects if e.kind == "route"]
     assert [(e.row, e.source) for e in routes] == edges
 

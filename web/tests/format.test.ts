@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { change, fileName, interval, loss, number, percent, short, token, visible } from "../src/format";
+import { change, fileName, interval, loss, number, percent, plural, short, token, visible } from "../src/format";
 
 describe("numbers", () => {
   it("have three significant digits, a real minus sign, and a dash where there is no value", () => {
@@ -18,6 +18,14 @@ describe("numbers", () => {
     expect([0.5, -0.0213, 0, 0.00004, null].map(change)).toEqual(["+0.500", "−0.0213", "0", "+4.0e−5", "–"]);
     expect(interval({ mean: 0.1, low: -0.05, high: 0.2 })).toBe("+0.100 (−0.0500 to +0.200)");
     expect(interval({ mean: 0.1, low: null, high: null })).toBe("+0.100");
+  });
+
+  it("count things", () => {
+    expect([plural(1, "token"), plural(1024, "token"), plural(0, "token")]).toEqual([
+      "1 token",
+      "1,024 tokens",
+      "0 tokens",
+    ]);
   });
 
   it("are short on axes", () => {

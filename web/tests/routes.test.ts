@@ -4,6 +4,8 @@ import { step } from "../src/matrix_parts";
 import { outputGrid } from "../src/grid";
 import { groupEdits, scaleOf, sourceScaled, withScale } from "../src/explorer/edits";
 import { pairNext } from "../src/explorer/next";
+import { readers } from "../src/explorer/route";
+import { whyNoText } from "../src/explorer/text";
 import { judge } from "../src/importance";
 import { rankRoutes, routesOf } from "../src/routes";
 import type { Effect } from "../src/types";
@@ -54,6 +56,8 @@ describe("weight and importance", () => {
     expect(judge(cut(0.5, -0.1, 0.1, [0.1]))).toBe("large weight but no effect");
     expect(judge(cut(0.02, 0.2, 0.3, [0.1]))).toBe("small weight but matters");
     expect(judge(cut(0.5, 0.05, 0.1, [0.2]))).toBe("no more than random cuts");
+    expect(judge(cut(0.5, 0.05, 0.1, [0.08, 0.06]))).toBe("no more than random cuts");
+    expect(judge(cut(0.5, 0.05, 0.3, [0.06, 0.1]))).toBe("not told apart from random cuts");
     expect(judge(cut(0.5, -0.2, -0.1, null))).toBe("harmful");
     expect(judge(cut(0.5, null, null, null))).toBe("undecided");
   });
@@ -84,6 +88,33 @@ describe("edits", () => {
       { source: 2, row: null, scale: 0 },
       { row: 4, source: 1, scale: 2 },
     ]);
+  });
+});
+
+describe("a cut everywhere", () => {
+  const grid = outputGrid(["attn", "mlp"], { shape: [3, 3], data: SHARE }, "diverging", "M");
+
+  it("leaves out the row that reads nothing else", () => {
+    expect(readers(grid, 0)).toEqual([1, 2]);
+    expect(readers(grid, 2)).toEqual([2]);
+  });
+
+  it("hides no edit of a row that it leaves out", () => {
+    const all = withScale(sourceScaled([], [1, 2], 0, 0), 0, 0, 0.5);
+    expect(groupEdits(all, (source) => readers(grid, source))).toEqual([
+      { source: 0, row: null, scale: 0 },
+      { row: 0, source: 0, scale: 0.5 },
+    ]);
+  });
+});
+
+describe("a chosen file", () => {
+  it("is refused by name if it is no text", () => {
+    expect(whyNoText("a.txt", "def f(): pass 🦊 ü")).toBeNull();
+    expect(whyNoText("a.txt", "")).toBeNull();
+    expect(whyNoText("photo.png", "x\0y")).toContain("photo.png");
+    expect(whyNoText("photo.png", `${"x".repeat(97)}\ufffd\ufffd`)).toContain("photo.png");
+    expect(whyNoText("old.txt", `${"x".repeat(100)}\ufffd`)).toBeNull();
   });
 });
 
