@@ -20,11 +20,12 @@ from depthmix.data import load_tokenizer
 
 RATES = {"residual": 1e-2, "block_attnres": 5e-3, "depth_attention": 2e-2}  # from docs/results/demo_rates.md
 SIZE = ("--depth", "12", "--dim", "96", "--tokens", "6e5", "--tokenizer", "bpe:1024", "--set", "data.rows=4")
+MORE = ("--jobs", "3", "--set", "run.snapshot_every=100")  # of M: what the report can scrub through
 PROMPT = "def __init__(self, "
 
 
 def demo(folder: Path, *more: str) -> int:
-    command = [sys.executable, "-m", "depthmix", "compare", "--mixers", *RATES, "--seeds", "1", "--jobs", "3", *SIZE]
+    command = [sys.executable, "-m", "depthmix", "compare", "--mixers", *RATES, "--seeds", "1", *SIZE, *MORE]
     command += [word for mixer, rate in RATES.items() for word in ("--lr-of", f"{mixer}={rate}")]
     code = subprocess.run([*command, *more, "--folder", str(folder)], check=False).returncode
     if code not in (0, 1):  # 1: some of the runs failed
@@ -37,7 +38,7 @@ def demo(folder: Path, *more: str) -> int:
         prompt = tokenizer.encode(PROMPT)
         (answer,) = dm.generate(model, [prompt], max_new_tokens=100, temperature=0.7, seed=0)
         print(f"\n--- {run['arm']} continues the prompt ---\n{PROMPT}{tokenizer.decode(answer).rstrip()}")
-    print(flush=True)
+    print("\nWhat the models do with their depth, as a page to open in a browser:", flush=True)
     report = subprocess.run([sys.executable, "-m", "depthmix", "report", str(folder)], check=False).returncode
     return code or report
 

@@ -123,5 +123,5 @@ export function fileName(...parts: string[]): string {
     .toLowerCase()
     .replace(/[^a-z0-9]+/g, "-")
     .replace(/^-+|-+$/g, "");
-  return name.slice(0, 80) || "figure";
+  return name.slice(0, 120) || "figure";
 }

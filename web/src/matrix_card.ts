@@ -40,7 +40,7 @@ export function makeCard(
   subject: () => string[],
 ): Card {
   const view = createMatrix({
-    label: `Matrix of ${run.name}: rows are readers, columns are sources`,
+    label: `Matrix of ${run.name}, its rows and columns as the text above says`,
     onMove: (cursor) => move(() => card, cursor),
   });
   const note = el("p", { class: "hint" });

@@ -147,24 +147,27 @@ def later_sink(name: str, share: float, equal: float) -> Health:
     )
 
 
-def check_first_output(evidence: Evidence) -> Iterator[Health]:
-    """The norm of v_1 against the others: keys are normalised, values are not."""
+def check_spike(evidence: Evidence) -> Iterator[Health]:
+    """The largest output against the median, often the first: keys are normalised, values are not."""
     norms = evidence.magnitude("output_norm")
     known = [norm for norm in norms if math.isfinite(norm)]
     middle = statistics.median(known) if known else 0.0
-    if len(norms) < 3 or not math.isfinite(norms[0]) or middle <= 0:
-        yield unknown("spike of the first output")
+    if len(known) < 3 or middle <= 0:
+        yield unknown("spike of an output")
         return
-    ratio = norms[0] / middle
+    largest = max(range(len(norms)), key=lambda i: norms[i] if math.isfinite(norms[i]) else 0.0)
+    ratio = norms[largest] / middle
     yield outcome(
-        "spike of the first output",
+        "spike of an output",
         level_of(ratio >= LARGE_SPIKE, ratio >= SPIKE),
-        f"‖v_1‖ is {ratio:.2g} times the median output ({norms[0]:.3g} against {middle:.3g})",
+        f"the largest, ‖v_{largest + 1}‖, is {ratio:.2g} times the median output ({norms[largest]:.3g} against "
+        f"{middle:.3g})",
         {
-            "problem": "The first sublayer's output is so large that it dominates every mixture with similar weights.",
-            "good": "The first sublayer's output is not far larger than the others.",
+            "problem": f"The output of sublayer {largest + 1} is so large that it dominates every sum it is part of.",
+            "notice": f"The output of sublayer {largest + 1} stands out and may dominate what later layers read.",
+            "good": "No output is far larger than the others.",
         },
-        "Lower model.output_init or the learning rate, or use a longer warm-up.",
+        "Lower model.output_init or the learning rate, or use a longer warm-up; cut its routes to see what it does.",
     )
 
 
@@ -306,6 +309,6 @@ def check_rounding(evidence: Evidence) -> Iterator[Health]:
 
 
 CHECKS: tuple[Callable[[Evidence], Iterator[Health]], ...] = (
-    *(check_uniform, check_sinks, check_first_output, check_queries),
+    *(check_uniform, check_sinks, check_spike, check_queries),
     *(check_streams, check_dilution, check_range, check_rounding),
 )

@@ -86,7 +86,9 @@ def open_folders(folders: Sequence[Path], progress: Callable[[int], None] = lamb
 
 def make_document(opened: Opened, command: str) -> dict[str, Any]:
     """The whole document of a report; every number in it is finite or null."""
-    findings = check_findings(opened.arms)
+    noted = opened.runs[0].missing if opened.runs else []
+    findings = attempt(noted, "The findings cannot be checked", lambda: check_findings(opened.arms))
+    compared = attempt(noted, "Patterns cannot be compared", lambda: patterns(opened.runs))
     study = None
     if opened.study is not None:
         content = opened.study.content
@@ -100,7 +102,7 @@ def make_document(opened: Opened, command: str) -> dict[str, Any]:
         "made": describe_making(command),
         "study": study,
         "findings": None if findings is None else [finding.to_dict() for finding in findings],
-        "patterns": patterns(opened.runs),
+        "patterns": compared,
         "runs": [describe_run(run) for run in opened.runs],
     }
     checked: dict[str, Any] = plain(document)

@@ -28,7 +28,7 @@ TRACE, ABLATION = "trace.json", "ablation.json"
 PROBLEMS = {TRACE: "The trace cannot be shown", ABLATION: "The ablation cannot be shown"}
 FORMAT = 1  # of ablation.json
 AGAIN = "Remove it, and `depthmix report` measures it again if the weights are there"
-DAMAGE = (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError)
+DAMAGE = (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(kw_only=True)
@@ -183,14 +183,14 @@ def read_run_folder(folder: Path, name: str | None = None) -> SavedRun:
             "The run has recorded nothing over depth, so magnitudes and gradients are not shown; train with "
             "run.depth_every above 0."
         )
-    if (folder / "result.json").exists():
+    if (folder / "result.json").is_file():
         run.result = attempt(missing, "The result cannot be shown", lambda: read_object(folder / "result.json", AGAIN))
     else:
         missing.append("The run is not finished: it has no result.json, and the curves end where it is now.")
-    run.snapshots = read_snapshots(folder / "snapshots", missing)
-    if (folder / TRACE).exists():
+    run.snapshots = read_snapshots(folder / "snapshots", run.depth, missing)
+    if (folder / TRACE).is_file():
         run.trace = attempt(missing, PROBLEMS[TRACE], lambda: read_trace(folder, run.depth))
-    if (folder / ABLATION).exists():
+    if (folder / ABLATION).is_file():
         run.ablation = attempt(missing, PROBLEMS[ABLATION], lambda: read_ablation(folder))
     run.weights = attempt(missing, "The weights have no hash", lambda: hash_of_weights(folder))
     return run
@@ -218,11 +218,11 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
     return parse_toml(read_text(path, "Restore the file"), path.name, "Restore the file")
 
 
-def read_snapshots(folder: Path, missing: list[str]) -> list[Snapshot]:
+def read_snapshots(folder: Path, depth: int, missing: list[str]) -> list[Snapshot]:
     """The intact ones of a run, oldest first; those of another size than the newest are left out."""
     found = []
     for path in sorted(folder.glob("step-*.safetensors")):
-        snapshot = attempt(missing, f"The snapshot {path.name} is left out", partial(read_snapshot, path))
+        snapshot = attempt(missing, f"The snapshot {path.name} is left out", partial(read_snapshot, path, depth))
         if snapshot is not None:
             found.append(snapshot)
     return [s for s in found if shapes(s) == shapes(found[-1])]
@@ -233,7 +233,8 @@ def shapes(snapshot: Snapshot) -> list[Any]:
     return [None if a is None else a.shape for a in arrays]
 
 
-def read_snapshot(path: Path) -> Snapshot:
+def read_snapshot(path: Path, depth: int = 0) -> Snapshot:
+    """`depth`: that of the run, if it is known."""
     tensors, metadata = read_tensors(path, "Remove it, and the others are shown", ("M", "weights", "values"))
     arrays = {name: tensor.double().numpy() for name, tensor in tensors.items()}
     step = metadata.get("step", path.stem.removeprefix("step-"))
@@ -241,12 +242,18 @@ def read_snapshot(path: Path) -> Snapshot:
         raise ValueError(f"{path.name} has no square M; expected a snapshot that `depthmix train` wrote")
     sources = json.loads(metadata.get("sources", "{}"))
     n, weights = len(arrays["M"]), arrays.get("weights")
+    if depth and n != depth + 1:
+        raise ValueError(
+            f"{path.name} has a matrix of {n} rows; expected {depth + 1}, as the run has {depth} sublayers"
+        )
     named: dict[str, Any] = {
         "source_names": [str(name) for name in sources.get("source_names", [])],
         "reads": [[int(i) for i in row] for row in sources.get("reads", [])],
         "partial": [bool(flag) for flag in sources.get("partial", [])],
     }
-    if weights is not None and (weights.shape != (n, len(named["source_names"])) or len(named["reads"]) != n):
+    listed = {i for row in named["reads"] for i in row} <= {*range(len(named["source_names"]))}
+    fits = weights is None or (weights.shape == (n, len(named["source_names"])) and len(named["reads"]) == n)
+    if not (fits and listed):
         raise ValueError(f"{path.name} is damaged: its weights do not fit its list of sources")
     return Snapshot(step=int(step), **arrays, **named)
 

@@ -147,9 +147,16 @@ def make_arm(label: str, runs: Sequence[tuple[int, SavedRun]], study: SavedStudy
     )
 
 
+PAPER = {"window": "none", "mixing": "softmax", "heads": "1", "key_norm": "true", "score": "none"}  # of its models
+
+
 def mechanism_of(run: SavedRun) -> str:
-    """With the mechanism inside attention: such an arm is none of the paper's."""
-    return run.mechanism if run.kv_mechanism is None else f"{run.mechanism}+{run.kv_mechanism}"
+    """Its name, if the run's form of it is the paper's; otherwise with what is different."""
+    if run.kv_mechanism is not None:
+        return f"{run.mechanism}+{run.kv_mechanism}"
+    options = {key: str(value).lower() for key, value in run.choice("mixer").items()}
+    other = [f"{key}={options[key]}" for key, value in PAPER.items() if options.get(key, value) != value]
+    return " ".join([run.mechanism, *other])
 
 
 def arms_of_runs(runs: Sequence[SavedRun]) -> list[Arm]:

@@ -47,7 +47,7 @@ def importance(
     log: bool = False,
     title: str = "",
 ) -> Axes:
-    """Draw what each cut removed (its mass, the mean share of the reads) against what changed without it.
+    """Draw the mass of each cut, the share of |M| in the rows that were cut, against what changed without it.
 
     Bars are intervals over sequences. Grey dashes are random cuts of as many connections, where there are some: an
     effect beyond them is due to these connections and not to their number.
@@ -78,7 +78,7 @@ def importance(
     for kind in KINDS:
         draw_kind(axes, [effect for effect in effects if effect["kind"] == kind], kind, measure)
     words = "change of the loss" if measure == "loss" else "divergence"
-    label_axes(axes, title, "mass: share of the reads that was cut", f"{words} (nats per token)")
+    label_axes(axes, title, "mass: share of |M| that was cut", f"{words} (nats per token)")
     show_grid(axes)
     show_legend(axes, below=True)
     named = sorted(effects, key=lambda e: (e["kind"] != "family", -abs(number(e[measure]["mean"]))))[: max(0, labels)]
