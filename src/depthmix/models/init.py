@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from depthmix.support.files import seed_of
 
@@ -29,18 +30,26 @@ TABLE: tuple[tuple[str, str], ...] = (
 
 
 @torch.no_grad()
-def initialise(model: SublayerLoop, seed: int | None = None) -> None:
+def initialise(
+    model: SublayerLoop, seed: int | None = None, chosen: Callable[[Tensor], bool] = lambda tensor: True
+) -> None:
     """Initialise every parameter, from torch's generator or, with a seed, from one generator per (seed, name).
 
     With a seed, parameters of the same name and shape are equal in two decoders, whatever else these contain, and in a
-    segment of one. Such weights are drawn on the CPU.
+    segment of one. Such weights are drawn on the CPU. Parameters that are not `chosen` stay as they are.
     """
     for name, mixer in named_mixers(model):
+        tensors = [*mixer.parameters(), *mixer.buffers()]
+        kept = [(tensor, tensor.clone()) for tensor in tensors if not chosen(tensor)]
+        if tensors and len(kept) == len(tensors):
+            continue
         if seed is not None:
             torch.manual_seed(seed_of(seed, "mixer", name, type(mixer).__name__))
         mixer.reset_parameters()
+        for tensor, value in kept:
+            tensor.copy_(value)
     for name, parameter in model.named_parameters():
-        if name.startswith(("depth.", "kv_mixers.")):
+        if name.startswith(("depth.", "kv_mixers.")) or not chosen(parameter):
             continue
         start = start_of(name)
         if start in (NORMAL, OUTPUT):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -155,17 +155,21 @@ def read_config(folder: Path, functions: bool = True) -> DecoderConfig:
 
 def refuse_functions(path: Path, fields: Mapping[str, Any]) -> None:
     """Raise an error if a configuration names functions, before anything is imported."""
+    for option, value in functions_in(fields):
+        raise ValueError(
+            f"{path} names the function {value} ({option}); loading this model imports it, which runs the code of its "
+            "module. If you trust it, use load_model(directory, functions=True) or `depthmix generate --functions`"
+        )
+
+
+def functions_in(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Options of a configuration that name functions as `package.module:function`, with these names."""
     for child, get in (("mixer", mechanism), ("kv_mixer", kv_mechanism)):
-        if fields.get(child) is None:
-            continue
-        choice = Choice.of(fields[child])
-        for option in get(choice.name).Config.functions:
-            if ":" in str(value := choice.options.get(option)):
-                raise ValueError(
-                    f"{path} names the function {value} ({child}.{option}); loading this model imports it, which runs "
-                    "the code of its module. If you trust it, use load_model(directory, functions=True) or "
-                    "`depthmix generate --functions`"
-                )
+        if fields.get(child) is not None:
+            choice = Choice.of(fields[child])
+            for option in get(choice.name).Config.functions:
+                if ":" in (value := str(choice.options.get(option))):
+                    yield f"{child}.{option}", value
 
 
 def read_description(path: Path) -> dict[str, Any]:
