@@ -36,6 +36,7 @@ from depthmix.models import (
     segment_bounds,
     update_balance,
 )
+from depthmix.registration import register_when_imported
 
 if TYPE_CHECKING:
     from depthmix.analysis import Ablation, Survey, ablate, editing, survey
@@ -92,10 +93,13 @@ LATER = ("Ablation", "Survey", "ablate", "editing", "survey")  # of analysis
 
 def __getattr__(name: str) -> Any:
     """Parts that are imported when they are asked for."""
-    if name in ("bench", "data", "parallel", "report", "studies", "training"):
+    if name in ("bench", "data", "hf", "parallel", "report", "studies", "training"):
         return import_module(f"{__name__}.{name}")
     if name == "plot":
         return import_module(f"{__name__}.analysis.plot")
     if name in LATER:
         return getattr(import_module(f"{__name__}.analysis"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+register_when_imported()  # depthmix.hf with transformers, which is not imported here
