@@ -17,7 +17,7 @@ from tools.site_requests import foreign_requests
 
 DOCS = Path(__file__).parent.parent / "docs"
 NAMES = [*dm.list_mechanisms(), *dm.list_mechanisms(kind="kv")]
-MODULES = ("ops", "parallel", "training", "data", "studies")
+MODULES = ("ops", "parallel", "training", "data", "studies", "hf")
 
 
 def config_of(name: str) -> type:
