@@ -56,6 +56,10 @@ def test_a_static_cache_beams_and_samples_give_what_no_cache_gives(kind: str) ->
     model, tokens = wrapped(kind), some_tokens(2, 5)
     greedy = model.generate(tokens, **GREEDY)
     assert torch.equal(model.generate(tokens, cache_implementation="static", **GREEDY), greedy)
+    looked_up = {**GREEDY, "prompt_lookup_num_tokens": 2, "eos_token_id": VOCABULARY - 1}
+    twice = torch.cat([tokens, tokens], 1)[:1]
+    expected = model.generate(twice, **GREEDY, eos_token_id=VOCABULARY - 1)
+    assert torch.equal(model.generate(twice, **looked_up), expected)
     for options in ({"num_beams": 3, "do_sample": False}, {"do_sample": True, "top_k": 20, "temperature": 1.5}):
         texts = []
         for use_cache in (True, False):
@@ -211,6 +215,12 @@ def test_a_new_model_draws_the_decoders_weights() -> None:
     torch.manual_seed(4)
     for one, other in zip(model.decoder.parameters(), dm.Decoder(config).parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("fields", [["vocab_size"], "block_attnres", dm.DecoderConfig])
+def test_fields_that_are_no_dictionary_are_refused(fields: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="depthmix"):
+        DepthmixConfig(depthmix=fields)
 
 
 @pytest.mark.parametrize(

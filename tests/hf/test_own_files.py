@@ -60,42 +60,44 @@ def test_a_saved_model_is_loaded_whole_also_from_shards(kind: str, tmp_path: Pat
         assert close(loaded(tokens).logits, model(tokens).logits)
 
 
+ORDERS = {
+    "depthmix first": "import depthmix\nassert 'transformers' not in sys.modules\nimport transformers",
+    "transformers first": "from transformers import AutoModelForCausalLM, LlamaForCausalLM\nimport depthmix",
+    "depthmix between": "import transformers\nimport depthmix\nfrom transformers import PreTrainedModel, AutoTokenizer",
+}
 LOAD = """
-import sys, torch
+import os, sys, torch
+torch.set_num_threads(1)
 tokens, logits = torch.load(sys.argv[2], weights_only=True)
-{imports}
-assert "depthmix" in transformers.AutoConfig.from_pretrained(sys.argv[1]).model_type
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
-assert torch.allclose(model(tokens).logits, logits, atol=1e-5)
-print(model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0).tolist())
+for order in sys.argv[3:]:
+    sys.stdout.flush()
+    if os.fork() == 0:  # each order in a process of its own, after torch
+        exec(order)
+        import transformers
+        assert transformers.AutoConfig.from_pretrained(sys.argv[1]).model_type == "depthmix"
+        model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+        assert torch.allclose(model(tokens).logits, logits, atol=1e-5)
+        print(model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0).tolist(), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, order
 """
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import depthmix\nassert 'transformers' not in sys.modules\nimport transformers",
-        "import transformers\nfrom transformers import AutoModelForCausalLM, LlamaForCausalLM\nimport depthmix",
-        "import transformers\nimport depthmix\nfrom transformers import Trainer, AutoTokenizer",
-    ],
-    ids=["depthmix first", "transformers first", "depthmix between"],
-)
-def test_a_new_process_that_imports_both_packages_loads_the_model(imports: str, tmp_path: Path) -> None:
-    torch.set_num_threads(1)
+def test_a_new_process_loads_the_model_in_whatever_order_it_imports_both_packages(tmp_path: Path) -> None:
     model, tokens = wrapped("block_attnres", torch.float32), some_tokens(2, 6)
     model.save_pretrained(tmp_path / "model")
     with torch.no_grad():
         torch.save((tokens, model(tokens).logits), tmp_path / "expected")
-    code = "import torch; torch.set_num_threads(1)\n" + LOAD.format(imports=imports)
+    files = [tmp_path / "model", tmp_path / "expected"]
     done = subprocess.run(
-        [sys.executable, "-W", "error::ImportWarning", "-c", code, tmp_path / "model", tmp_path / "expected"],
+        [sys.executable, "-W", "error::ImportWarning", "-c", LOAD, *files, *ORDERS.values()],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     expected = model.generate(tokens, max_new_tokens=2, do_sample=False, pad_token_id=0).tolist()
-    assert done.stdout.startswith(str(expected))
+    assert done.stdout.splitlines() == [str(expected)] * len(ORDERS)
 
 
 def test_depthmix_models_and_folders_become_models_of_transformers_and_back(tmp_path: Path) -> None:
@@ -225,6 +227,12 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(ValueError, match="depthmix reads no pickled weights"):
         load(tmp_path, use_safetensors=False)
+
+
+def test_a_model_divided_among_devices_is_refused(tmp_path: Path) -> None:
+    for device_map in ({"decoder.embed": "cpu", "": "cuda:0"}, {"": "disk"}):
+        with pytest.raises(ValueError, match="expected one device for the whole model"):
+            DepthmixForCausalLM.from_pretrained(tmp_path, device_map=device_map)
 
 
 @torch.no_grad()

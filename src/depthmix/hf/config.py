@@ -32,6 +32,7 @@ class DepthmixConfig(PreTrainedConfig):
 
     def __post_init__(self, **others: Any) -> None:
         if self.depthmix is not None:  # transformers builds an empty one to find the defaults
+            check_fields(self.depthmix)
             number = format_of({"format": self.depthmix_format}, "this configuration (depthmix_format)")
             sizes = self.set_decoder(DecoderConfig.from_saved(self.depthmix, number))
             for name in sizes.keys() & others.keys():
@@ -61,12 +62,20 @@ class DepthmixConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
         """A configuration from a file. One that names functions is refused: importing these runs their code."""
-        for option, name in functions_in(config_dict.get("depthmix") or {}):
+        for option, name in functions_in(check_fields(config_dict.get("depthmix", {}))):
             raise ValueError(
                 f"this configuration names the function {name} ({option}); loading it runs the code of its module. If "
                 "you trust it, read the file's field `depthmix` yourself and pass config=DepthmixConfig(depthmix=…)"
             )
         return super().from_dict(config_dict, **options)
+
+
+def check_fields(fields: Any) -> dict[str, Any]:
+    if not isinstance(fields, dict):
+        raise TypeError(
+            f"depthmix={fields!r}; expected the fields of a decoder: DepthmixConfig(depthmix=config.to_dict())"
+        )
+    return fields
 
 
 def sizes_of(config: DecoderConfig) -> dict[str, Any]:

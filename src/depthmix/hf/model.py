@@ -90,11 +90,16 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
         return model.train(decoder.training)
 
     @classmethod
-    def from_pretrained(cls, *args: Any, use_safetensors: bool = True, **options: Any) -> Any:
+    def from_pretrained(cls, *args: Any, use_safetensors: bool = True, device_map: Any = None, **options: Any) -> Any:
         """Load a folder that `save_pretrained` wrote. The options are those of transformers; nothing is unpickled."""
         if not use_safetensors:
             raise ValueError("use_safetensors=False; expected True: depthmix reads no pickled weights")
-        return super().from_pretrained(*args, use_safetensors=True, **options)
+        if isinstance(device_map, dict) and (len({*device_map.values()}) > 1 or "disk" in device_map.values()):
+            raise ValueError(
+                f"device_map={device_map}; expected one device for the whole model, such as 'cpu': mixers are read "
+                "between all layers, so they cannot be divided or offloaded"
+            )
+        return super().from_pretrained(*args, use_safetensors=True, device_map=device_map, **options)
 
     @can_return_tuple  # type: ignore[untyped-decorator]  # return_dict=False
     def forward(

@@ -14,4 +14,6 @@ def check_transformers() -> None:
     """Raise an error that names the extra if transformers is missing or has another version."""
     found = import_package("transformers", "depthmix.hf", INSTALL).__version__
     if not LEAST <= tuple(int(number) for number in re.findall(r"\d+", found)[:3]) < BELOW:
-        raise ImportError(f"transformers {found} is installed; depthmix.hf needs 5.8.1 or newer: pip install {INSTALL}")
+        raise ImportError(
+            f"transformers {found} is installed; depthmix.hf needs 5.8.1 or newer, below 6: pip install {INSTALL}"
+        )
