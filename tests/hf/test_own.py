@@ -109,6 +109,8 @@ def test_checkpointed_gradients_are_those_of_a_plain_pass(kind: str) -> None:
     assert model.gradient_checkpointing
     again = model(tokens, labels=tokens, use_cache=True)
     assert again.past_key_values is None
+    with pytest.raises(ValueError, match="got past_key_values with gradient checkpointing"):
+        model(tokens, past_key_values=transformers.DynamicCache(config=model.config))
     for one, other in zip(gradients(model, again.loss), plain, strict=True):
         assert torch.allclose(one, other, atol=1e-12)
     model.gradient_checkpointing = False

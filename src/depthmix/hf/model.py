@@ -134,8 +134,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
         """
         self.check_attention(output_attentions)
         x = self.embedded(input_ids, inputs_embeds)
-        if past_key_values is None and self.wants_cache(use_cache):
-            past_key_values = DynamicCache(config=self.config)
+        past_key_values = self.cache(past_key_values, use_cache)
         ctx = self.context(x, attention_mask, position_ids, past_key_values)
         keep_inputs = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         h, inputs, auxiliary = self.hidden(x, ctx, keep_inputs)
@@ -154,10 +153,14 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
         embedded: Tensor = self.decoder.embed(checked_tokens(input_ids, self.decoder.config.vocab_size))
         return embedded
 
-    def wants_cache(self, asked: bool | None) -> bool:
-        if self.gradient_checkpointing and torch.is_grad_enabled():
-            return False  # a recomputed segment would store its keys again
-        return bool(self.config.use_cache and not self.training if asked is None else asked)
+    def cache(self, given: Any, asked: bool | None) -> Any:
+        """The cache of a pass: the given one, a new one, or None."""
+        if self.gradient_checkpointing and torch.is_grad_enabled():  # recomputed segments would store keys again
+            if given is not None:
+                raise ValueError("got past_key_values with gradient checkpointing; expected None, or torch.no_grad()")
+            return None
+        wanted = self.config.use_cache and not self.training if asked is None else asked
+        return DynamicCache(config=self.config) if given is None and wanted else given
 
     def context(self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Any) -> Context:
         """What all sublayers share. A static cache has more columns than tokens, so it always needs a mask."""
