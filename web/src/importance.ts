@@ -17,6 +17,8 @@ export const RULE =
   "A cut matters if the whole interval of its change of loss lies above 0 and above every random control with as many edges. " +
   "If the interval lies above 0 but not above every control, the mean decides: among the controls or below them, the cut does " +
   "no more than random cuts; above all of them, it is not told apart from random cuts. " +
+  "Families are cut in rows of at least four sources. Single sources and routes have no random cuts beside them: each interval " +
+  "stands for itself, and about one in forty lies above 0 by chance. " +
   `A weight is large from ${LARGE_MASS} of the rows that were cut.`;
 
 /** Applies RULE to one effect. */

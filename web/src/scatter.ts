@@ -43,7 +43,7 @@ export function scatter(width: number, effects: Effect[], stretch: boolean): Plo
     marginTop: 26,
     marginRight: 70,
     x: {
-      label: "mass: mean share of the rows that were cut",
+      label: "mass: share of |M| in the rows that were cut",
       labelAnchor: "center",
       labelArrow: "none",
       tickFormat: (value: number) => percent(value),

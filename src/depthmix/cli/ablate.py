@@ -14,9 +14,8 @@ from depthmix.analysis import Ablation, ablate
 from depthmix.analysis.ablation import CONTROLS, ROUTES, Change, Effect
 from depthmix.cli.measured import Reading, open_measured
 from depthmix.cli.shared import Several, flag, repeatable, switch
-from depthmix.cli.trace_summary import printable
 from depthmix.support.checks import check_range
-from depthmix.support.terminal import Progress, print_table, print_wrapped, say
+from depthmix.support.terminal import Progress, print_table, print_wrapped, printable, say
 from depthmix.training.texts import measured_folder
 
 EXAMPLES = (

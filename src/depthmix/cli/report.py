@@ -12,14 +12,13 @@ from typing import Annotated, Any
 import tyro
 
 from depthmix.cli.shared import can_draw, flag, switch
-from depthmix.cli.trace_summary import printable
 from depthmix.report import make_document, open_folders, write_page
 from depthmix.report.document import Opened
 from depthmix.report.measuring import STALE, TRACE_TOKENS, is_stale, measure_missing, texts_of
 from depthmix.report.page import read_template
 from depthmix.report.pictures import draw_figures
 from depthmix.support.checks import check_device, check_range
-from depthmix.support.terminal import Progress
+from depthmix.support.terminal import Progress, printable
 
 EXAMPLES = (
     "depthmix report runs/small",

@@ -11,8 +11,8 @@ import tyro
 from depthmix.analysis import survey
 from depthmix.cli.measured import Reading, open_measured
 from depthmix.cli.shared import flag, switch
-from depthmix.cli.trace_summary import print_summary, printable
-from depthmix.support.terminal import say
+from depthmix.cli.trace_summary import print_summary
+from depthmix.support.terminal import printable, say
 from depthmix.training.texts import measured_folder
 
 EXAMPLES = (

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from depthmix.analysis import Survey
-from depthmix.support.terminal import print_table, print_wrapped
+from depthmix.support.terminal import print_table, print_wrapped, printable
 
 STRONGEST = 8  # routes that are listed
 SINKS = 4
@@ -25,11 +25,6 @@ def print_summary(survey: Survey) -> None:
         print_wrapped(f"{label:17}{printable(line)}", indent=" " * 17)
     if not figures["finite"]:
         print_wrapped("Some figures are not finite numbers: the model overflows on this text.")
-
-
-def printable(text: str) -> str:
-    """Control characters of names and texts as escapes, so that a terminal does not obey them."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def heading(figures: dict[str, Any]) -> str:

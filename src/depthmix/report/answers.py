@@ -26,6 +26,7 @@ from depthmix.models import Decoder
 from depthmix.models.decoder import losses_of
 from depthmix.report.packed import Packed, pack, plain
 from depthmix.support.checks import check_range, did_you_mean, is_finite
+from depthmix.support.terminal import printable
 
 MOST_TOKENS = 512
 MOST_ENTRIES = 6_000_000  # of M in an answer; fewer channels of a deep model
@@ -153,7 +154,7 @@ class Explorable:
         """One line for the terminal."""
         facts, size = self.facts(), sum(p.numel() for p in self.model.parameters())
         mixers = " + ".join(filter(None, [facts["mechanism"], facts["kv_mechanism"]]))
-        name = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in self.name)
+        name = printable(self.name)
         limit = f"texts of up to {self.most_tokens} tokens"
         return f"{name}: {mixers}, {facts['depth']} sublayers, {size:,} parameters, {limit}"
 

@@ -83,6 +83,11 @@ def cut(text: str, width: int) -> str:
     return text[:width].rpartition(" ")[0].rstrip(" ,;:") + "…"
 
 
+def printable(text: str) -> str:
+    """Control characters of names and texts as escapes, so that a terminal does not obey them."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def say(text: str) -> None:
     """A message on stderr, at once; above the bar where one is shown. On a terminal it is broken between words."""
     if sys.stderr.isatty():

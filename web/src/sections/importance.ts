@@ -54,7 +54,7 @@ function statements(run: Run, ablation: Ablation): HTMLElement | null {
           {},
           el("strong", {}, userText(effect.name)),
           " ",
-          `(${percent(effect.mass)} of the reads). `,
+          `(${percent(effect.mass)} of |M| in the rows that were cut). `,
           judgementSentence(effect),
         ),
       ),

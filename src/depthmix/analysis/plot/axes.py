@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from depthmix.support.terminal import printable
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -116,7 +118,7 @@ def count_ticks(axis: Any) -> None:
 
 def plain(text: str) -> str:
     """Text of a file as matplotlib shows it unchanged: without formulas, control characters and a leading _."""
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text).replace("$", r"\$")
+    shown = printable(text).replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 
