@@ -385,3 +385,31 @@ def test_attention_that_is_still_off_can_be_masked() -> None:
     scale[4, 1] = 0
     _, reads = run(probe, scale, renormalise=True)
     assert close(reads[4], traced.inputs[4] - traced.sources[1])
+
+
+def test_passes_under_one_edit_of_values_do_not_see_each_other() -> None:
+    model = tiny(kv_mixer={"name": "depth_attention", "stride": 1})
+    scale = torch.ones(3, 3, dtype=torch.float64)
+    scale[2, 0] = scale[1, 0] = 0
+    first, second = some_tokens(2, 7), some_tokens(2, 9).flip(0)
+    with torch.no_grad(), dm.editing(model, values=scale):
+        outs = [model(first), model(second), model(first)]
+    with torch.no_grad(), dm.editing(model, values=scale):
+        alone = model(second)
+    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[1], alone)
+
+
+def test_a_row_of_which_nothing_is_left_is_not_divided_by_nothing() -> None:
+    probe = make_probe("highway", {})
+    scale = ones(probe)
+    scale[4, :] = 0
+    _, reads = run(probe, scale, renormalise=True)
+    assert reads[4].abs().max() <= 1e-9
+    assert all(read.isfinite().all() for read in reads)
+
+
+def test_sources_above_a_row_cannot_be_edited_into_it() -> None:
+    probe = make_probe("block_attnres", {})
+    scale = ones(probe).triu(1) * 5 + ones(probe).tril()
+    assert close(run(probe, scale)[0], probe.run().detach(), 1e-13)
