@@ -388,7 +388,7 @@ def test_attention_that_is_still_off_can_be_masked() -> None:
 
 
 def test_passes_under_one_edit_of_values_do_not_see_each_other() -> None:
-    model = tiny(kv_mixer={"name": "depth_attention", "stride": 1})
+    model = tiny(kv_mixer="value_residual")
     scale = torch.ones(3, 3, dtype=torch.float64)
     scale[2, 0] = scale[1, 0] = 0
     first, second = some_tokens(2, 7), some_tokens(2, 9).flip(0)
