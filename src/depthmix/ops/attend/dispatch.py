@@ -27,6 +27,8 @@ from depthmix.ops.attend.reference import Reads
 from depthmix.ops.backend import Backend, chosen, forced, functional, traced_by_torch
 from depthmix.ops.reference import accumulator
 
+FEW = 1 << 15  # numbers in a source, about which a read takes as long as the call that starts it
+
 
 @contextmanager
 def using(backend: Backend) -> Iterator[None]:
@@ -73,6 +75,9 @@ def read_many(
         return reference.attend(sources, folded, prior, options)
     folded = folded.contiguous()
     backend = closed_form_for([*sources, folded, *(prior or ())])
+    if not torch.is_grad_enabled():  # the autograd function would only add its own time
+        h, lse, *_ = backend.forward(sources, folded, *(prior or (None, None)), options)
+        return tuple(h), lse.unbind(0)
     out = Attend.apply(backend, options, folded, *(prior or (None, None)), *sources)
     return out[: len(folded)], out[len(folded) :]
 
@@ -82,14 +87,19 @@ def sharing_pays(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions
 
     Sharing pays wherever the same backend does both: two phases move about half the memory of single reads, in torch
     operations too. On a GPU fla-core's kernel does only single reads, and moves a fraction of the memory that torch
-    operations move.
+    operations move. A decode step has so few tokens that the number of calls counts, and not the memory.
     """
-    return traced_by_torch() or not takes_fused(sources, folded, options)
+    if traced_by_torch():
+        return True
+    if not torch.is_grad_enabled() and sources[0].numel() <= FEW:
+        return False
+    return not takes_fused(sources, folded, options)
 
 
 def takes_fused(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions) -> bool:
     """Whether this single read uses the fused kernel. If only its package is missing, a warning is given once."""
-    if chosen() not in ("auto", "fused"):
+    choice = chosen()
+    if choice not in ("auto", "fused") or (choice == "auto" and not sources[0].is_cuda):
         return False
     why = fused.obstacle(sources, folded, options)
     if why and chosen() == "fused":
