@@ -1,61 +1,30 @@
 """A decoder on disk: a directory with `model.safetensors` and `config.json`. Nothing in it is ever executed, and a
 function that its configuration names (`package.module:function`) is imported only if the caller allows it.
-
-A save writes both files next to the old ones, flushes them, and renames the weights first. From then on the new weights
-belong to `config.json.new`; before that the old ones belong to `config.json`. A configuration contains the size and the
-SHA-256 of its weights, and a reader uses the one that matches. So a save that is interrupted anywhere leaves one model
-intact.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from depthmix.mechanisms import kv_mechanism, mechanism
-from depthmix.mechanisms.record import is_record, with_records
+from depthmix.mechanisms.record import with_records
 from depthmix.models.config import Choice, DecoderConfig
 from depthmix.models.decoder import Decoder, SublayerLoop
+from depthmix.models.saved import AGAIN, MODEL, WEIGHTS, StrPath, check_tensors, find_description, write_folder
 from depthmix.models.segment import Segment
 from depthmix.support.checks import check_device
-from depthmix.support.files import FORMAT, beside, digest, flush, format_of, read_json, read_tensors, version
+from depthmix.support.files import read_tensors
 
-AGAIN = "Save or copy the model again"
-WEIGHTS, CONFIG, STAGED = MODEL_FILES = "model.safetensors", "config.json", "config.json.new"
-StrPath = str | os.PathLike[str]
 M = TypeVar("M", bound=SublayerLoop)
 
 
 def save_model(model: Decoder, directory: StrPath) -> None:
     """Write weights, in their dtypes, and configuration; an existing model stays intact until the end."""
-    from safetensors.torch import save_file
-
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    with beside(folder / WEIGHTS) as weights, beside(folder / STAGED) as config:
-        save_file(tensors, weights, {"format": "pt"})
-        description = {
-            "format": FORMAT,
-            "depthmix": version(),
-            "model": model.config.saved(),
-            "weights": {"file": WEIGHTS, "bytes": weights.stat().st_size, "sha256": digest(weights)},
-        }
-        config.write_text(json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        for part in (weights, config):
-            flush(part)
-        config.replace(folder / STAGED)
-        flush(folder)
-        weights.replace(folder / WEIGHTS)
-        flush(folder)
-        (folder / STAGED).replace(folder / CONFIG)
-        flush(folder)
+    write_folder(Path(directory), MODEL, model.config.saved(), model.state_dict())
 
 
 def load_model(
@@ -134,23 +103,13 @@ def check_weights(folder: Path) -> None:
 
 def read_config(folder: Path, functions: bool = True) -> DecoderConfig:
     """The configuration that belongs to the weights of `folder`; `functions=False` rejects one that names functions."""
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file() and not (name == CONFIG and (folder / STAGED).is_file()):
-            raise FileNotFoundError(f"no {name} in {folder}; expected {CONFIG} and {WEIGHTS}, which save_model writes")
-    paths = [folder / name for name in (CONFIG, STAGED) if (folder / name).is_file()]
-    problems = []
-    for path in paths:
-        description = read_description(path)
-        problem = find_mismatch(folder / WEIGHTS, description["weights"])
-        if problem is None:
-            if not functions:
-                refuse_functions(path, description["model"])
-            try:
-                return DecoderConfig.from_saved(description["model"], description["format"])
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{path} is not a valid configuration for this version: {error}") from error
-        problems.append(problem)
-    raise ValueError(problems[0])
+    path, description = find_description(folder, MODEL)
+    if not functions:
+        refuse_functions(path, description["model"])
+    try:
+        return DecoderConfig.from_saved(description["model"], description["format"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a valid configuration for this version: {error}") from error
 
 
 def refuse_functions(path: Path, fields: Mapping[str, Any]) -> None:
@@ -170,49 +129,3 @@ def functions_in(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             for option in get(choice.name).Config.functions:
                 if ":" in (value := str(choice.options.get(option))):
                     yield f"{child}.{option}", value
-
-
-def read_description(path: Path) -> dict[str, Any]:
-    description = read_json(path, AGAIN)
-    if not isinstance(description, dict) or "format" not in description:
-        raise ValueError(f"{path} has no field 'format'; expected a file that save_model wrote")
-    format_of(description, path)
-    entries: dict[str, type]
-    for field, entries in (("model", {}), ("weights", {"bytes": int, "sha256": str})):
-        part = description.get(field)
-        if not isinstance(part, dict) or not all(isinstance(part.get(key), kind) for key, kind in entries.items()):
-            raise ValueError(f"{path} is damaged: the field {field!r} is missing or incomplete. {AGAIN}")
-    return description
-
-
-def find_mismatch(path: Path, expected: Mapping[str, Any]) -> str | None:
-    """What is wrong with a weights file, by its size and then its content; None if nothing is."""
-    size = path.stat().st_size
-    if size != expected["bytes"]:
-        what = "truncated or from another save" if size < expected["bytes"] else "from another save"
-        return f"{path} has {size} bytes; {CONFIG} expects {expected['bytes']}. It is {what}: copy both files again"
-    if digest(path) != expected["sha256"]:
-        return f"{path} is damaged or from another save: its SHA-256 is not the one in {CONFIG}. Copy both files again"
-    return None
-
-
-def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
-    missing = [name for name in missing if not is_record(name)]  # not in files of 0.1.0
-    problems = [f"{what}: {list_first(names)}" for what, names in (("missing", missing), ("extra", extra)) if names]
-    wrong = []
-    for name in sorted(expected.keys() & tensors.keys()):
-        got, want = tensors[name], expected[name]
-        if got.shape != want.shape and not is_record(name):
-            wrong.append(f"{name} has shape {list(got.shape)}, expected {list(want.shape)}")
-        elif got.is_floating_point() != want.is_floating_point():
-            wrong.append(f"{name} is {got.dtype}, expected {want.dtype}")
-    if wrong:
-        problems.append(list_first(wrong))
-    if problems:
-        raise ValueError(f"{path} does not match its configuration: {'; '.join(problems)}. Nothing was loaded")
-
-
-def list_first(words: list[str], most: int = 20) -> str:
-    more = f" and {len(words) - most} more" if len(words) > most else ""
-    return ", ".join(words[:most]) + more
