@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from depthmix import ops
 from depthmix.analysis.cuts import Cut, default_cuts, parse_cut
-from depthmix.analysis.edits import editing, value_mixers
+from depthmix.analysis.edits import editing
 from depthmix.analysis.passes import evaluation_mode, logits_of
+from depthmix.analysis.recording import find_stack, value_mixers
 from depthmix.analysis.routes import Columns
 from depthmix.analysis.shares import Shares, shares_read
 from depthmix.analysis.statistics import CONFIDENCE, Estimate, estimate
-from depthmix.analysis.trace import find_stack
 from depthmix.support.checks import check_range
 from depthmix.support.files import read_object, version, write_text
 

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from depthmix import ops
 from depthmix.analysis.passes import without_recomputation
-from depthmix.analysis.recording import replaced
+from depthmix.analysis.recording import find_stack, replaced, value_mixers
 from depthmix.analysis.routes import Columns, Routes
-from depthmix.analysis.trace import find_stack
-from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, KVStack, SourceWeights, State
+from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, SourceWeights, State
 
 WeightEdit = Callable[[int, SourceWeights], "Tensor | None"]
 PLAIN = "Nothing was edited: the model's own path ran"
@@ -234,12 +233,6 @@ def editing_values(model: nn.Module, scale: Tensor) -> Iterator[None]:
     finally:
         for mixer in mixers:
             mixer.__dict__.pop("mix", None)
-
-
-def value_mixers(model: nn.Module) -> list[KVMixer]:
-    """Those of all executions of attention, also those that share another one's parameters."""
-    parts = [part for m in model.modules() for part in (m if isinstance(m, KVStack) else [m])]
-    return list(dict.fromkeys(m for m in parts if isinstance(m, KVMixer)))
 
 
 class EditedValues:

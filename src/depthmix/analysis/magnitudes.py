@@ -66,7 +66,7 @@ def measuring(stack: DepthStack) -> Iterator[Magnitudes]:
     """While open, one pass through the stack is measured, whatever path its mixers take; its backward pass too."""
     measured = Magnitudes()
     plain = {id(m): (m.read, m.write) for m in stack.all_mixers()}
-    begin = stack.begin
+    begin = stack.entry.begin
 
     def measured_begin(x: Tensor) -> State:
         measured.embedding = rms_over_tokens(x)

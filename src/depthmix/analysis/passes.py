@@ -46,12 +46,13 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_recomputation(model: nn.Module) -> Iterator[None]:
-    """While open, decoders in the model recompute nothing: what is followed through a pass is seen once."""
-    every = {m: m.checkpoint_every for m in model.modules() if getattr(m, "checkpoint_every", None) is not None}
+    """While open, nothing in the model is recomputed: what is followed through a pass is seen once."""
+    off = {"checkpoint_every": None, "gradient_checkpointing": False}  # of decoders; of layers of transformers
+    before = [(module, name, vars(module)[name]) for module in model.modules() for name in off if name in vars(module)]
     try:
-        for module in every:
-            module.checkpoint_every = None  # type: ignore[assignment]
+        for module, name, _ in before:
+            setattr(module, name, off[name])
         yield
     finally:
-        for module, value in every.items():
-            module.checkpoint_every = value
+        for module, name, value in before:
+            setattr(module, name, value)

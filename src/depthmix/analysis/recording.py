@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, KVStack, State
+from depthmix.mechanisms import DepthMixer, DepthStack, DividedModel, KVMixer, KVStack, State
 
 
 @dataclass
@@ -91,7 +91,7 @@ def replaced(
         setattr(module, name, function)  # an instance attribute: it hides the method until it is deleted
 
     try:
-        patch(stack, "begin", begin)
+        patch(stack.entry, "begin", begin)
         for mixer in stack.all_mixers():
             patch(mixer, "read", lambda state, m=mixer: read(m, state))
             patch(mixer, "write", lambda state, c, y, m=mixer: write(m, state, c, y))
@@ -114,9 +114,7 @@ def recording_values(model: nn.Module) -> Iterator[list[tuple[KVMixer, Any, Tens
 
         return coeff
 
-    # A KVStack also holds mixers that share another one's parameters and are not modules of the model.
-    parts = [part for m in model.modules() for part in (m if isinstance(m, KVStack) else [m])]
-    mixers = [m for m in parts if isinstance(m, KVMixer)]
+    mixers = value_mixers(model)
     try:
         for mixer in mixers:
             mixer.coeff = recording_coeff(mixer)  # type: ignore[method-assign, assignment]
@@ -124,6 +122,27 @@ def recording_values(model: nn.Module) -> Iterator[list[tuple[KVMixer, Any, Tens
     finally:
         for mixer in mixers:
             mixer.__dict__.pop("coeff", None)
+
+
+def value_mixers(model: nn.Module) -> list[KVMixer]:
+    """Those of all executions of attention, also those that share another one's parameters."""
+    for module in model.modules():
+        if isinstance(module, DividedModel):
+            return module.value_mixers()
+    parts = [part for m in model.modules() for part in (m if isinstance(m, KVStack) else [m])]
+    return list(dict.fromkeys(m for m in parts if isinstance(m, KVMixer)))
+
+
+def find_stack(model: nn.Module) -> DepthStack:
+    """The stack of a model; of one whose layers hold slices of it, the joined one."""
+    for module in model.modules():
+        if isinstance(module, DividedModel):
+            return module.depth_stack()
+    stacks = {name: m for name, m in model.named_modules() if isinstance(m, DepthStack)}
+    if len(stacks) != 1:
+        names = f" ({', '.join(stacks)})" if stacks else ""
+        raise ValueError(f"{type(model).__name__} contains {len(stacks)} DepthStacks{names}; expected exactly one")
+    return next(iter(stacks.values()))
 
 
 def copy_coefficients(c: Any) -> Any:

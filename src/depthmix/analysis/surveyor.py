@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from depthmix.analysis.magnitudes import Magnitudes
 from depthmix.analysis.passes import evaluation_mode, logits_of
-from depthmix.analysis.recording import recording, recording_values
+from depthmix.analysis.recording import find_stack, recording, recording_values, value_mixers
 from depthmix.analysis.replay import value_matrix
 from depthmix.analysis.samples import FirstRows, FirstTokens, SpreadTokens
 from depthmix.analysis.structure import effective_rank, semiseparable_rank
 from depthmix.analysis.survey_file import FORMAT, Survey, plain
 from depthmix.analysis.tally import Tally
-from depthmix.analysis.trace import SUMMARY, check_complete, find_stack
+from depthmix.analysis.trace import SUMMARY, check_complete
 from depthmix.mechanisms import KVStack
+from depthmix.mechanisms.registry import name_of
 from depthmix.models import next_token_losses
 from depthmix.support.files import version
 
@@ -142,12 +143,13 @@ class Surveyor:
         tally, stack = self.tally, self.stack
         tensors, ranks = self.tensors(), self.ranks()
         kv_stack = next((m for m in self.model.modules() if isinstance(m, KVStack)), None)
+        kv_names = [kv_stack.name] if kv_stack is not None else [name_of(type(m)) for m in value_mixers(self.model)[:1]]
         figures = {
             "format": FORMAT,
             "depthmix": version(),
             "mechanism": stack.name,
             "options": dataclasses.asdict(stack.config),
-            "kv_mechanism": None if kv_stack is None else kv_stack.name,
+            "kv_mechanism": next(iter(kv_names), None),
             "kind": tally.kind,
             "summary": SUMMARY[tally.kind],
             "depth": stack.depth,

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from depthmix.analysis.recording import Record, recording, recording_values
+from depthmix.analysis.recording import Record, find_stack, recording, recording_values
 from depthmix.analysis.replay import mixing_matrix, operator_parts, value_matrix, weights_over_sources
 from depthmix.analysis.structure import (
     effective_rank,
@@ -229,14 +229,6 @@ def tracing(model: nn.Module) -> Iterator[Callable[[Sequence[int] | None], Trace
 
     with recording(stack) as record, recording_values(model) as layers:
         yield make
-
-
-def find_stack(model: nn.Module) -> DepthStack:
-    stacks = {name: m for name, m in model.named_modules() if isinstance(m, DepthStack)}
-    if len(stacks) != 1:
-        names = f" ({', '.join(stacks)})" if stacks else ""
-        raise ValueError(f"{type(model).__name__} contains {len(stacks)} DepthStacks{names}; expected exactly one")
-    return next(iter(stacks.values()))
 
 
 def groups_of(stack: DepthStack) -> int:

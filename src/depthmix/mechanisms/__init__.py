@@ -15,6 +15,7 @@ from depthmix.mechanisms.base import (
     StateSpec,
     option,
 )
+from depthmix.mechanisms.divided import DividedModel
 from depthmix.mechanisms.kv_stack import KVStack
 from depthmix.mechanisms.make import make_config
 from depthmix.mechanisms.optimiser_groups import param_groups
@@ -25,6 +26,7 @@ __all__ = [
     "BoundStack",
     "DepthMixer",
     "DepthStack",
+    "DividedModel",
     "Facts",
     "KVFacts",
     "KVMixer",

@@ -16,6 +16,7 @@ from depthmix.support.checks import check_range
 @dataclass(frozen=True, kw_only=True)
 class AttnResConfig(SourceAttentionConfig):
     rounding: ClassVar = frozenset({"group_sublayers"})
+    retrofit: ClassVar = {"scale_by_count": True}
 
     window: int | None = option(None, "number of newest outputs that are read, besides the embedding; None: all")
     scale_by_count: bool = option(False, "multiplication by the number of sources: exactly PreNorm at the start")

@@ -196,6 +196,11 @@ class KVMixer(nn.Module):
         """Cost of all executions in `order`; a class that does not override this states no FLOPs."""
         return KVFacts()
 
+    @property
+    def mixes(self) -> bool:
+        """Whether this site changes values; by default all but the first do."""
+        return not self.site.is_first
+
     def reset_parameters(self) -> None:
         """Initialise every parameter."""
 

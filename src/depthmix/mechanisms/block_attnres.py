@@ -16,6 +16,7 @@ from depthmix.support.checks import check_range
 @dataclass(frozen=True, kw_only=True)
 class BlockAttnResConfig(SourceAttentionConfig):
     either: ClassVar = (("block_sublayers", "num_blocks"),)
+    retrofit: ClassVar = {"scale_by_count": True}
 
     block_sublayers: int | None = option(None, "number of sublayers in a block; None: the even number nearest to L/8")
     num_blocks: int | None = option(None, "number of blocks N, of ⌈L/N⌉ sublayers each")

@@ -121,6 +121,10 @@ class DepthAttention(KVMixer):
         self.kept_entries = [entry for entry, j in enumerate(held) if j in after]
         self.is_read = site.index in after
 
+    @property
+    def mixes(self) -> bool:
+        return bool(self.read_entries)
+
     def spec(self, site: Site) -> StateSpec:
         count = 2 * len(self.config.alive(site.index, self.order))
         return StateSpec(((site.dim,),) * count, essential=count, sealed=count)

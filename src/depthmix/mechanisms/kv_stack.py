@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from depthmix.mechanisms.base import KVFacts, KVMixer, Site, State, StateSpec
+from depthmix.mechanisms.blend import blended
 from depthmix.mechanisms.make import check_order, check_sizes, make_config
 from depthmix.mechanisms.registry import kv_mechanism, naming_plugin
 from depthmix.mechanisms.sharing import share_parameters
@@ -25,6 +26,8 @@ class KVStack(nn.Module):
         depth: number of attention layers N (give either `depth` or `order`).
         order: for layers that run more than once, the layer of each execution, such as (0, 1, 2, 1, 2, 3).
         share: whether the executions of a layer share their parameters.
+        blend: add only g times the change of each value, with one learned number per layer that is 0 at first: a
+            network that was trained without the mixers keeps its function.
         options: options of the mechanism; `depthmix show NAME` lists them.
 
     Call `state = stack.begin()`; then in each attention, after norms and RoPE of its queries and keys and before the
@@ -41,6 +44,7 @@ class KVStack(nn.Module):
         depth: int | None = None,
         order: Sequence[int] | None = None,
         share: bool = False,
+        blend: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -50,6 +54,7 @@ class KVStack(nn.Module):
                 f"mechanism {name!r}; expected a name from list_mechanisms(kind='kv') or a subclass of KVMixer"
             )
         self.name = name if isinstance(name, str) else cls.__name__
+        self.blend = blend
         if (depth is None) == (order is None):
             raise ValueError(
                 f"{self.name}: depth={depth} and order={order}; expected exactly one of them: the number of attention "
@@ -66,7 +71,8 @@ class KVStack(nn.Module):
         self.config = make_config(cls, self.name, options, dim=head_dim, depth=len(self.order))
         with naming_plugin(self.name):
             sites = [Site(i, len(self.order), head_dim, "attn") for i in range(len(self.order))]
-            mixers = [cls(site, self.config, self.order) for site in sites]
+            made = blended(cls) if blend else cls  # type: ignore[arg-type]
+            mixers = [made(site, self.config, self.order) for site in sites]
             names = share_parameters(self.name, mixers, self.order) if share else [str(site.index) for site in sites]
             self.runs, self.names = dict(enumerate(mixers)), names
             for name, mixer in zip(names, mixers, strict=True):
@@ -111,6 +117,7 @@ class KVStack(nn.Module):
         part = KVStack.__new__(KVStack)
         nn.Module.__init__(part)
         part.name, part.order, part.head_dim, part.config = self.name, self.order, self.head_dim, self.config
+        part.blend = self.blend
         part.lo, part.hi, part.names = lo, hi, self.names
         part.runs = {i: self.runs[i] for i in range(lo, hi)}
         for i in part.runs:

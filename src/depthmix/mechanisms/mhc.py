@@ -39,6 +39,7 @@ from depthmix.support.checks import check_positive, check_range
 @dataclass(frozen=True, kw_only=True)
 class ManifoldConfig(MixerConfig):
     starts: ClassVar = frozenset({"start", "output_scale", "scale_init"})
+    retrofit: ClassVar = {"start": "parted"}
 
     streams: int = option(4, "number of streams m")
     iterations: int = option(20, "number of Sinkhorn iterations")

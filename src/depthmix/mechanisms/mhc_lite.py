@@ -25,6 +25,7 @@ from depthmix.support.checks import check_positive, check_range
 @dataclass(frozen=True, kw_only=True)
 class LiteConfig(MixerConfig):
     starts: ClassVar = frozenset({"start", "output_scale"})
+    retrofit: ClassVar = {"start": "parted"}
 
     streams: int = option(4, "number of streams m, 2 to 5")
     readout: Readout = option("mean", "combination of the streams that the head reads; learned: DeepSeek's head")

@@ -21,12 +21,14 @@ class MixerConfig:
     rounding: options that affect only the order of sums, so only rounding.
     either: groups of options of which at most one is given; setting one drops the others.
     functions: options that may name a function as package.module:function, which is then imported.
+    retrofit: options with which a network that was trained without the mechanism keeps its function at first.
     """
 
     starts: ClassVar[frozenset[str]] = frozenset()
     rounding: ClassVar[frozenset[str]] = frozenset()
     either: ClassVar[tuple[tuple[str, ...], ...]] = ()
     functions: ClassVar[frozenset[str]] = frozenset()
+    retrofit: ClassVar[Mapping[str, Any]] = {}
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))

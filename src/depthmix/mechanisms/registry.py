@@ -93,9 +93,10 @@ def kv_mechanism(name: str) -> type[KVMixer]:
 
 
 def name_of(cls: type) -> str:
-    """The registered name of a class, or its own name if it is not registered."""
-    where = f"{cls.__module__}:{cls.__qualname__}"
-    return next((name for name, target in (DEPTH | KV).items() if target == where), cls.__name__)
+    """The registered name of a class or of the nearest one that it extends, or its own name if there is none."""
+    names = {target: name for name, target in (DEPTH | KV).items()}
+    known = (names.get(f"{base.__module__}:{base.__qualname__}") for base in cls.__mro__)
+    return next(filter(None, known), cls.__name__)
 
 
 def is_kv(name: str) -> bool:

@@ -14,6 +14,7 @@ from depthmix.mechanisms.base import Coeff, DepthMixer, Facts, MixerConfig, Site
 @dataclass(frozen=True, kw_only=True)
 class ScaledResidualConfig(MixerConfig):
     starts: ClassVar = frozenset({"init"})
+    retrofit: ClassVar = {"init": 1.0}
 
     gate: Literal["scalar", "channel"] = option("scalar", "one scale per sublayer (ReZero) or per channel (LayerScale)")
     init: float | None = option(None, "initial value of every scale; None: 0, or LayerScale's table by depth")

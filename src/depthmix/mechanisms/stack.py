@@ -42,6 +42,8 @@ class DepthStack(Recorded):
     `stack.pairs(sublayers)`. All three reject a wrong number of sublayers; a plain `zip` would drop some of them.
     """
 
+    parts: tuple[DepthStack, ...] = ()  # the slices of a joined stack
+
     def __init__(
         self,
         name: str | type[DepthMixer],
@@ -194,9 +196,8 @@ class DepthStack(Recorded):
             raise ValueError(f"slice({lo}, {hi}); expected {self.lo} <= lo < hi <= {self.hi}")
         part = DepthStack.__new__(DepthStack)
         nn.Module.__init__(part)
-        part.name, part.registered, part.dim, part.depth = self.name, self.registered, self.dim, self.depth
-        part.lo, part.hi, part.shared = lo, hi, self.shared
-        part.config, part.facts = self.config, self.facts
+        part.inherit(self)
+        part.lo, part.hi = lo, hi
         part.register_mixers({i: copy.copy(self.runs[i]) for i in range(lo, hi)}, self.names)
         part.out = copy.copy(self.out) if hi == self.depth else None
         part.bind_mixers()
@@ -204,8 +205,34 @@ class DepthStack(Recorded):
             part.mixers = nn.ModuleDict({name: copy.copy(self.mixers[name]) for name in part.mixers})
             for mixer in part.mixers.values():
                 mixer.bind([mixer])  # type: ignore[operator]
-        part.training = self.training
         return part
+
+    @classmethod
+    def joined(cls, parts: Sequence[DepthStack]) -> DepthStack:
+        """The whole stack of which `parts` are consecutive slices. It holds their mixers themselves, and each of these
+        shares passes with those of its own slice only."""
+        bounds = [(part.lo, part.hi) for part in parts]
+        joints = [0, *(hi for _, hi in bounds)]
+        if [lo for lo, _ in bounds] != joints[:-1] or joints[-1] != parts[-1].depth:
+            raise ValueError(
+                f"slices {bounds} of {parts[-1].depth} sublayers; expected every slice of a stack, in order"
+            )
+        whole = cls.__new__(cls)
+        nn.Module.__init__(whole)
+        whole.inherit(parts[0])
+        whole.lo, whole.hi, whole.parts, whole.out = 0, whole.depth, tuple(parts), parts[-1].out
+        whole.register_mixers({i: mixer for part in parts for i, mixer in part.runs.items()}, parts[0].names)
+        return whole
+
+    def inherit(self, other: DepthStack) -> None:
+        """Take over what does not depend on the part of the network: options, sizes and names."""
+        self.name, self.registered, self.dim, self.depth = other.name, other.registered, other.dim, other.depth
+        self.config, self.facts, self.shared, self.training = other.config, other.facts, other.shared, other.training
+
+    @property
+    def entry(self) -> DepthStack:
+        """The stack whose `begin` a model calls: of a joined one its first slice."""
+        return self.parts[0] if self.parts else self
 
     def extra_repr(self) -> str:
         part = "" if len(self) == self.depth else f", sublayers {self.lo} to {self.hi - 1}"

@@ -56,8 +56,9 @@ class ValueResidual(KVMixer):
             self.register_parameter(name, nn.Parameter(torch.empty(1)) if learned else None)
 
     def reset_parameters(self) -> None:
-        for name, parameter in self.named_parameters():
-            nn.init.constant_(parameter, getattr(self.config, name))
+        for name in ("own", "first"):
+            if (parameter := getattr(self, name)) is not None:
+                nn.init.constant_(parameter, getattr(self.config, name))
 
     def spec(self, site: Site) -> StateSpec:
         count = 0 if site.is_first else 1
