@@ -40,6 +40,7 @@ from depthmix.registration import register_when_imported
 
 if TYPE_CHECKING:
     from depthmix.analysis import Ablation, Survey, ablate, editing, survey
+    from depthmix.hf.wrap import unwrap, wrap
 
 __version__ = "0.1.0"
 
@@ -84,11 +85,16 @@ __all__ = [
     "sinks",
     "survey",
     "trace",
+    "unwrap",
     "update_balance",
+    "wrap",
 ]
 
 
-LATER = ("Ablation", "Survey", "ablate", "editing", "survey")  # of analysis
+LATER = {  # in which part
+    **dict.fromkeys(("Ablation", "Survey", "ablate", "editing", "survey"), "analysis"),
+    **dict.fromkeys(("unwrap", "wrap"), "hf.wrap"),
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -98,7 +104,7 @@ def __getattr__(name: str) -> Any:
     if name == "plot":
         return import_module(f"{__name__}.analysis.plot")
     if name in LATER:
-        return getattr(import_module(f"{__name__}.analysis"), name)
+        return getattr(import_module(f"{__name__}.{LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

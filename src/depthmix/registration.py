@@ -18,8 +18,8 @@ from types import ModuleType
 from typing import Any
 
 PARTS = {
-    "transformers.models.auto.configuration_auto": "depthmix.hf.config",
-    "transformers.models.auto.modeling_auto": "depthmix.hf.model",
+    "transformers.models.auto.configuration_auto": ("depthmix.hf.config", "depthmix.hf.wrapped_config"),
+    "transformers.models.auto.modeling_auto": ("depthmix.hf.model", "depthmix.hf.wrapped_model"),
 }
 
 
@@ -42,7 +42,8 @@ class AutoFinder(MetaPathFinder):
 def register(name: str) -> None:
     """Import what belongs to this module of transformers; another version of transformers must still be usable."""
     try:
-        importlib.import_module(PARTS[name])
+        for part in PARTS[name]:
+            importlib.import_module(part)
     except ImportError as error:
         warnings.warn(f"models of depthmix are unknown to transformers: {error}", ImportWarning, stacklevel=2)
 

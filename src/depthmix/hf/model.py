@@ -6,7 +6,6 @@ Axes: B batch, T token, S column of the cache, D channel, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 from typing import Any
 
@@ -20,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import can_return_tuple
 
 from depthmix.hf.config import DepthmixConfig
+from depthmix.hf.loading import check_loading, check_reentry, is_missing
 from depthmix.mechanisms import KVStack
 from depthmix.models import Decoder
 from depthmix.models.context import Context, make_context
@@ -92,8 +92,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def from_pretrained(cls, *args: Any, use_safetensors: bool = True, device_map: Any = None, **options: Any) -> Any:
         """Load a folder that `save_pretrained` wrote. The options are those of transformers; nothing is unpickled."""
-        if not use_safetensors:
-            raise ValueError("use_safetensors=False; expected True: depthmix reads no pickled weights")
+        check_loading(use_safetensors)
         if isinstance(device_map, dict) and (len({*device_map.values()}) > 1 or "disk" in device_map.values()):
             raise ValueError(
                 f"device_map={device_map}; expected one device for the whole model, such as 'cpu': mixers are read "
@@ -217,11 +216,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> None:
         """Called by transformers; the decoder itself checkpoints, by default every layer."""
         function = gradient_checkpointing_func
-        options = function.keywords if isinstance(function, functools.partial) else {}
-        if options.get("use_reentrant"):
-            raise ValueError(
-                "use_reentrant=True; expected False: reentrant checkpointing would drop gradients of the mixers"
-            )
+        check_reentry(function)
         if every_n_layers != 1 or getattr(function, "func", function) is not checkpoint:
             raise ValueError(
                 "offload and every_n_layers are not supported; set model.decoder.checkpoint_every, the number of "
@@ -260,11 +255,6 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
         decoder.config = dataclasses.replace(decoder.config, vocab_size=embed.num_embeddings)
         self.config.set_decoder(decoder.config)
         return embed
-
-
-def is_missing(tensor: Tensor) -> bool:
-    """Whether a checkpoint did not contain this tensor: transformers marks those that it loaded."""
-    return not getattr(tensor, "_is_hf_initialized", False)
 
 
 AutoModelForCausalLM.register(DepthmixConfig, DepthmixForCausalLM)
