@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # bf16 products end in an illegal instruction on CPUs that advertise AMX without its tile palette.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
-.PHONY: demo matrices study test test-full test-parallel lint docs package house web web-check conformance bench clean help
+.PHONY: demo matrices study test test-full test-parallel test-hf hf-matrix lint docs package house web web-check conformance bench clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,8 @@ help:
 	@echo "make test         linters, types and all tests (a few minutes on two cores)"
 	@echo "make test-full    the same with every combination of mechanism, KV site and form of the decoder, and 10,000 random command lines"
 	@echo "make test-parallel  all tests of many processes: layouts, pipelines, checkpoints, killed ranks (about 12 minutes)"
+	@echo "make test-hf      every family of Hugging Face models, with PEFT, Trainer and lm-eval, offline (a few minutes)"
+	@echo "make hf-matrix    the same with the oldest and the newest transformers that depthmix.hf supports"
 	@echo "make conformance  compare with public implementations from PyPI"
 	@echo "make bench        measure speed and memory, also of other implementations; writes docs/results/speed.md (over an hour)"
 	@echo "make web          build the page of report and explore from web/ (needs Node.js)"
@@ -101,6 +103,22 @@ test-full: $(VENV)/dev compiler browser lint
 test-parallel: $(VENV)/dev compiler
 	$(BIN)/python -m pytest -m "" tests/parallel $(ARGS)
 
+# Hugging Face's packages for training and evaluation have an environment of their own. HF_VERSION is any requirement
+# on transformers that pip understands.
+HF := .venv-hf
+HF_VERSION := >=5.8.1,<6
+$(HF)/installed: pyproject.toml constraints.txt
+	@$(MAKE) -s VENV=$(HF) $(HF)/pip
+	$(HF)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev-hf]' 'transformers$(HF_VERSION)'
+	touch $@
+
+test-hf: $(HF)/installed compiler
+	HF_HUB_OFFLINE=1 $(HF)/bin/python -m pytest -n 2 -m "" tests/hf $(ARGS)
+
+hf-matrix:
+	$(MAKE) test-hf HF=.venv-hf-oldest HF_VERSION===5.8.1
+	$(MAKE) test-hf
+
 # Public implementations bring many packages along: they have an environment of their own.
 PEERS := .venv-conformance
 $(PEERS)/installed: pyproject.toml constraints.txt
@@ -136,4 +154,4 @@ package: $(VENV)/dev
 
 clean:
 	rm -rf web/node_modules tests/browser/node_modules
-	rm -rf $(VENV) .venv-conformance .venv-bench build dist site out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-conformance .venv-bench .venv-hf .venv-hf-oldest build dist site out .pytest_cache .mypy_cache .ruff_cache .hypothesis

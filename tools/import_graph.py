@@ -21,8 +21,8 @@ PACKAGE = "depthmix"
 TOP = "(package)"  # depthmix/__init__.py and __main__.py: they join the floors
 # From the bottom to the top. Some are planned: no folder yet.
 FLOORS = (
-    *("support", "ops", "mechanisms", "models", "parallel", "inference", "analysis", "data", "training", "studies"),
-    *("report", "hf", "titan", "bench", "cli", TOP),
+    *("support", "ops", "mechanisms", "models", "parallel", "inference", "analysis", "data", "hf", "training"),
+    *("studies", "report", "titan", "bench", "cli", TOP),
 )
 NAMED = re.compile(rf"{PACKAGE}(\.\w+)+(:\w+)?")  # "depthmix.mechanisms.ddl:DeepDelta", as in the registry
 

@@ -19,16 +19,18 @@ from depthmix.bench.pipeline import PIPELINE_MIXING, TRANSPORT
 from depthmix.bench.processes import Job, merged, run_jobs
 from depthmix.bench.read import FORWARD, READ, READ_KEPT
 from depthmix.bench.report import BASELINE, KEPT, SOURCES, Report, Row, final_rows, ratio_rows, with_verdicts
+from depthmix.bench.wrapped import DECODE, FORWARD_MIXING, STEP_MIXING, model_fields
 from depthmix.models import DecoderConfig
 from depthmix.ops.attend import dispatch
 from depthmix.support.checks import check_range
 
-Part = Literal["read", "mixing", "step", "decode", "values", "loop", "pipeline", "memory", "growth"]
-PARTS: tuple[Part, ...] = typing.get_args(Part)
+Part = Literal["read", "mixing", "step", "decode", "values", "loop", "pipeline", "memory", "growth", "hf"]
+PARTS: tuple[Part, ...] = typing.get_args(Part)[:-1]  # by default: hf needs an extra
 VALUES = ("depth_attention", "value_residual")
 FOCUS = ("block_attnres", "attnres")  # where measuring every mechanism would take hours: compiling, growth
 # A mechanism's step is bounded in `mixing`: the noise of whole steps is larger than the effects to be distinguished.
-BOUNDED = (READ, SOURCES, MIXING, "compiled step", "compiled decode", "value step", "loop", PIPELINE_MIXING, TRANSPORT)
+BOUNDED = (READ, SOURCES, MIXING, "compiled step", "compiled decode", "value step", "loop", PIPELINE_MIXING, TRANSPORT,
+           STEP_MIXING, FORWARD_MIXING, DECODE)  # fmt: skip
 UNITS = {READ: "passes", READ_KEPT: "passes", MIXING_MS: "ms", MIXING_CPU_MS: "ms"}
 
 
@@ -40,6 +42,7 @@ class Sizes:
     decode: Mapping[str, Any]
     values: Mapping[str, Any]
     pipeline: Size = Size(tokens=512)
+    hf: Mapping[str, Any]
     depth: list[Size]
     width: list[Size]
 
@@ -58,6 +61,7 @@ FULL = Sizes(
     sources={"counts": [8, 16, 32, 64], "tokens": 1024, "dim": 768},
     decode={"model": decoder(24, vocab_size=32_000), "batch": 8, "capacity": 512},
     values={"model": decoder(24), "tokens": 1024},
+    hf={"fields": model_fields(dim=768, layers=12, tokens=1024, vocabulary=32_000), "tokens": 1024},
     depth=[size_for(256, depth, 512) for depth in (6, 12, 24, 48)],
     width=[size_for(dim, 12, 512) for dim in (128, 256, 512, 1024)],
 )
@@ -68,6 +72,7 @@ QUICK = Sizes(
     decode={"model": decoder(6, vocab_size=64, dim=64), "batch": 2, "capacity": 16},
     values={"model": decoder(4, dim=64), "tokens": 32},
     pipeline=Size(dim=64, depth=8, hidden=128, tokens=32),
+    hf={"fields": model_fields(dim=64, layers=2, tokens=32, vocabulary=64), "tokens": 32},
     depth=[size_for(64, depth, 32) for depth in (2, 4)],
     width=[size_for(dim, 2, 32) for dim in (64, 128)],
 )
@@ -155,6 +160,9 @@ def timed_jobs(settings: Settings) -> list[Job]:
     if "pipeline" in settings.parts:
         mixers = {name: options_for(name, sizes.pipeline.depth) for name in settings.focus[:1]}
         add("pipeline", "pipeline:run", 400, mixers=mixers, size=sizes.pipeline, rounds=few)
+    if "hf" in settings.parts:
+        mixers = {name: options_for(name, 2 * sizes.hf["fields"]["num_hidden_layers"]) for name in settings.focus}
+        add("hf", "wrapped:run", 400, mixers=mixers, rounds=rounds, **sizes.hf)
     if "growth" in settings.parts:
         add("sources", "growth:run_sources", 60, keep=False, rounds=rounds, **sizes.sources)
         for axis in ("depth", "width"):

@@ -19,6 +19,7 @@ from depthmix.bench.page import QUICK_NOTE, figure_text, interval_text, name_of,
 from depthmix.bench.suite import FOCUS
 from depthmix.cli.shared import flag, switch
 from depthmix.mechanisms import list_mechanisms, mechanism
+from depthmix.support.checks import import_package
 from depthmix.support.files import read_text, write_text
 from depthmix.support.terminal import console, print_table, say
 
@@ -35,6 +36,8 @@ BOUNDS = {  # targets; figures are shown beside them, whatever they are
     "depthmix train": 1.03,
     "block_attnres in a pipeline": 1.06,
     "block_attnres: cache against none": 1.0,
+    "block_attnres in Qwen3": 1.06,
+    "block_attnres in Qwen3, decoding": 1.15,
 }
 
 
@@ -54,6 +57,9 @@ class Measurement:
     ] = ()  # fmt: skip
     quick: Annotated[bool, switch("Small sizes and few rounds: shows that it runs, not how fast it is.")] = False
     compiled: Annotated[bool, switch("Also measure steps under torch.compile, one network at a time.")] = False
+    hf: Annotated[bool, switch("Measure wrapped models of transformers, and nothing else: short for --parts hf.")] = (
+        False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +98,8 @@ def run(
     (the time of the mechanism itself in a training step), step (whole training steps), decode (one new token for each
     of 8 sequences), values (KV mechanisms in a training step), loop (`depthmix train` against the bare step), pipeline
     (a step of two processes with four stages each, with and without the cache), memory (what the backward pass keeps,
-    and the peak), growth (more sources, depth and width). docs/cli.md describes each.
+    and the peak), growth (more sources, depth and width), and by name only: hf (a Qwen3 of transformers, wrapped and
+    unwrapped). docs/cli.md describes each.
 
     A figure is the median over processes of their medians, with the interval from the smallest to the largest. A bound
     too close to the interval to tell from noise gives "undecided". Nothing is measured while `depthmix verify` fails.
@@ -121,8 +128,10 @@ def measure(chosen: Measurement, repetition: Repetition, file: Path | None) -> R
     """Measure, or resume from the journal beside `file`; None where a child failed, with a message."""
     quick, named = chosen.quick, tuple(dict.fromkeys(chosen.mixers))
     every = FOCUS if quick else tuple(name for name in list_mechanisms() if name != "residual")
+    if chosen.hf and chosen.parts != PARTS:
+        raise ValueError("--hf and --parts were both given; expected one of them: --hf is short for --parts hf")
     settings = Settings(
-        parts=chosen.parts,
+        parts=("hf",) if chosen.hf else chosen.parts,
         mixers=named or every,
         focus=named or FOCUS,
         rounds=min(repetition.rounds, 3) if quick else repetition.rounds,
@@ -130,6 +139,8 @@ def measure(chosen: Measurement, repetition: Repetition, file: Path | None) -> R
         quick=quick,
         compiled=chosen.compiled,
     )
+    if "hf" in settings.parts:
+        import_package("transformers", "the part hf of the benchmark", "'depthmix[hf]'")
     refuse_failing(settings.mixers)
     journal = None if file is None else journal_of(file)
     try:

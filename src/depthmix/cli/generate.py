@@ -19,7 +19,7 @@ from depthmix.data import load_tokenizer
 from depthmix.data.tokenizers import BatchTokenizer
 from depthmix.inference import PREFILL_MEMORY, TextStream, Tokenizer, stream
 from depthmix.models import Decoder, DecoderConfig, load_model
-from depthmix.models.io import MODEL_FILES
+from depthmix.models.saved import MODEL_FILES
 from depthmix.parallel import ranks
 from depthmix.parallel.serving import served
 from depthmix.support.checks import check_device, parse_value
