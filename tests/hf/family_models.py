@@ -57,6 +57,7 @@ OWN: dict[str, dict[str, Any]] = {  # fields that a family has besides, or that 
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
     "qwen3_5_text": {**LINEAR, "layer_types": KINDS},
     "qwen3_moe": EXPERTS,
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "qwen3_next": {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 24, "layer_types": KINDS},
 }
 SEQUENTIAL = {"gpt_neox": {"use_parallel_residual": False}}  # beside the default form

@@ -82,7 +82,7 @@ def test_training_moves_queries_and_logits_and_unwrap_gives_the_frozen_weights_b
         optimizer.zero_grad()
     queries = [p for name, p in model.named_parameters() if name.endswith(".query")]
     assert (
-        len(queries) == FAMILIES[model_type].sites * LAYERS
+        len(queries) == family_of(model.config).sites * LAYERS
     )  # the first sublayer reads one source, the head reads all
     assert all(query.abs().max() > 0.05 for query in queries), "every query was read and trained"
     with torch.no_grad():
