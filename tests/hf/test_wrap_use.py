@@ -177,7 +177,14 @@ def test_a_trace_adds_up_to_what_each_sublayer_reads_and_cuts_change_the_loss(mo
 
 
 @pytest.mark.inductor
-@SOME_SITES
+@pytest.mark.parametrize(
+    ("mixer", "kv_mixer"),
+    [
+        ("attnres", "depth_attention"),
+        *(pytest.param(*site, marks=pytest.mark.full) for site in (("block_attnres", None), ("mhc", "value_residual"))),
+    ],
+    ids=str,
+)
 def test_compiled_in_one_graph_it_computes_the_same(mixer: str, kv_mixer: Any) -> None:
     model, tokens = wrapped("qwen3", mixer, kv_mixer=kv_mixer), some_tokens(2, 8)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
