@@ -112,6 +112,23 @@ def test_the_file_names_family_and_mechanism_and_the_model_keeps_its_type(tmp_pa
     assert model.config.to_dict()["model_type"] == "llama"
 
 
+def test_a_card_is_written_beside_the_model_and_ones_own_text_is_kept(tmp_path: Path) -> None:
+    card = tmp_path / "README.md"
+    wrapped("llama", "block_attnres", torch.float32, num_blocks=4).save_pretrained(tmp_path)
+    text = card.read_text()
+    for words in ("# llama with block_attnres\n", "4 blocks of 2 sublayers", "`num_blocks=4`", "arXiv 2603.15031"):
+        assert words in text
+    wrapped("llama", "mhc", torch.float32, kv_mixer="value_residual").save_pretrained(tmp_path)
+    text = card.read_text()
+    for words in ("# llama with mhc and value_residual\n", "`start=parted`", "g times the change"):
+        assert words in text
+    card.write_text("# My model\n")
+    wrapped("llama", "mhc", torch.float32).save_pretrained(tmp_path)
+    assert card.read_text() == "# My model\n"
+    wrapped("llama", "mhc", torch.float32).save_pretrained(tmp_path / "rank", is_main_process=False)
+    assert not (tmp_path / "rank" / "README.md").exists()
+
+
 @torch.no_grad()
 def test_mixers_that_a_file_lacks_take_their_start_and_others_are_kept(tmp_path: Path) -> None:
     model = wrapped("qwen3", "block_attnres", torch.float32, kv_mixer="depth_attention")

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
+from depthmix.hf.card import write_model_card
 from depthmix.hf.config import DepthmixConfig
 from depthmix.hf.loading import check_loading, check_reentry, is_missing
 from depthmix.mechanisms import KVStack
@@ -99,6 +100,12 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
                 "between all layers, so they cannot be divided or offloaded"
             )
         return super().from_pretrained(*args, use_safetensors=True, device_map=device_map, **options)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """As in transformers, with a model card beside the weights."""
+        super().save_pretrained(save_directory, *args, **options)
+        values = self.decoder.kv_mixers
+        write_model_card(self, save_directory, self.decoder.depth, [*values] if values else [], options)
 
     @can_return_tuple  # type: ignore[untyped-decorator]  # return_dict=False
     def forward(

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from depthmix.hf.card import write_model_card
 from depthmix.hf.families import family_of
 from depthmix.hf.kv import route_attention
 from depthmix.hf.layer import MIXERS, VALUE_MIXER, wrap_layer
@@ -46,6 +47,12 @@ class WrappedModel(DividedModel):
 
     def value_mixers(self) -> list[KVMixer]:
         return [active(getattr(layer, VALUE_MIXER)) for layer in layers_of(self) if hasattr(layer, VALUE_MIXER)]
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+        """As in transformers, with a model card beside the weights."""
+        saver: Any = super()
+        saver.save_pretrained(save_directory, *args, **options)
+        write_model_card(self, save_directory, self.depth_stack(), self.value_mixers(), options)
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
         setter: Any = super()
