@@ -48,6 +48,8 @@ NOT_RUN = {  # every block that no test runs, by its page
 EXAMPLES = {  # the test that runs each script
     "compare_demo.py": "tests/test_snippets.py",
     "figures.py": "tests/analysis/test_plot_effects.py",
+    "hf_interpret.py": "tests/hf/test_examples.py",
+    "hf_trainer.py": "tests/hf/test_examples.py",
     "long_prompt.py": "tests/inference/test_prefill.py",
     "mixing_matrices.py": "tests/test_house.py",
     "own_attention.py": "tests/mechanisms/test_own_attention.py",
