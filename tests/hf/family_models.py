@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import depthmix as dm
 from depthmix.hf.families import FAMILIES
+from depthmix.hf.wrapped_model import obstacle_to_values
 
 VOCABULARY, LAYERS, DIM = 61, 4, 32
 SMALL: dict[str, Any] = {
@@ -80,6 +81,11 @@ def tiny_model(model_type: str, dtype: torch.dtype = torch.float32, **changes: A
             elif "norm" in name or "ln_" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model
+
+
+def kv_mixer_for(model_type: str, name: str = "depth_attention") -> str | None:
+    """The KV mechanism, where values of the family can be mixed."""
+    return None if obstacle_to_values(tiny_model(model_type)) else name
 
 
 def some_tokens(*shape: int) -> Tensor:

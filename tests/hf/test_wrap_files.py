@@ -16,7 +16,7 @@ import depthmix as dm
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthmix[hf]'")
 from depthmix.hf.families import FAMILIES  # noqa: E402
-from tests.hf.family_models import DEFAULT_AND_FULL, LAYERS, mixers_of, some_tokens, tiny_model, wrapped  # noqa: E402
+from tests.hf.family_models import DEFAULT_AND_FULL, LAYERS, kv_mixer_for, mixers_of, some_tokens, tiny_model, wrapped  # noqa: E402
 
 QUERY = "model.layers.1.depthmix.mixers.3.query"
 AUTO = transformers.AutoModelForCausalLM
@@ -69,7 +69,7 @@ def test_a_new_process_loads_models_with_either_order_of_imports(imports: str, t
 def test_a_new_process_loads_every_family(tmp_path: Path) -> None:
     known = [family for family in sorted(FAMILIES) if family in transformers.CONFIG_MAPPING]
     for family in known:
-        kv = "value_residual" if FAMILIES[family].kv else None
+        kv = kv_mixer_for(family, "value_residual")
         save(wrapped(family, dtype=torch.float32, kv_mixer=kv), tmp_path / family)
         assert not [*(tmp_path / family).glob("*.bin")]
     lines = load_in_a_new_process([tmp_path / family for family in known], "import depthmix, transformers")

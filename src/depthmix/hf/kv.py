@@ -59,6 +59,12 @@ def attend(chosen: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *arg
     return function(module, q, k, v, *args, **kwargs)
 
 
+def calls_registered_functions(attention: nn.Module) -> bool:
+    """Whether an attention calls the function that its configuration names; in old versions of some families it is a
+    class for each implementation instead."""
+    return hasattr(sys.modules[type(attention).__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
 def register_functions() -> None:
     for name in FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(PREFIX + name, functools.partial(attend, name))

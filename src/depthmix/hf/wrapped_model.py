@@ -6,14 +6,15 @@ import functools
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from depthmix.hf.card import write_model_card
 from depthmix.hf.families import family_of
-from depthmix.hf.kv import route_attention
-from depthmix.hf.layer import MIXERS, VALUE_MIXER, wrap_layer
+from depthmix.hf.kv import calls_registered_functions, route_attention
+from depthmix.hf.layer import MIXERS, VALUE_MIXER, find_part, wrap_layer
 from depthmix.hf.loading import check_loading, check_reentry, reset_missing
 from depthmix.hf.wrapped_config import FIELD, config_class, read_fields, when_read
 from depthmix.mechanisms import DepthMixer, DepthStack, DividedModel, KVMixer, KVStack
@@ -112,12 +113,22 @@ def make_stacks(model: Any, mixer: Choice, kv: Choice | None, blend: bool) -> tu
     depth = DepthStack(mixer.name, **sizes_of(model), **mixer.options)
     if kv is None:
         return depth, None
-    if not family_of(model.config).kv:
-        raise ValueError(
-            f"kv_mixer={kv.name!r} with model_type={model.config.model_type!r}; expected None: its attention does not "
-            "cache keys and values of heads in every layer, so there is nothing to mix"
-        )
+    if (obstacle := obstacle_to_values(model)) is not None:
+        raise ValueError(f"kv_mixer={kv.name!r} with model_type={model.config.model_type!r}; expected None: {obstacle}")
     return depth, KVStack(kv.name, head_dim=head_dim(model), depth=len(layers_of(model)), blend=blend, **kv.options)
+
+
+def obstacle_to_values(model: Any) -> str | None:
+    """Why the values of this model cannot be mixed over depth; None if they can."""
+    family = family_of(model.config)
+    if not family.kv:
+        return "its attention does not cache keys and values of heads in every layer, so there is nothing to mix"
+    if not calls_registered_functions(find_part(layers_of(model)[0], family.attention)):
+        return (
+            f"transformers {transformers.__version__} computes its attention where values cannot be mixed. A newer "
+            "version may not"
+        )
+    return None
 
 
 def sizes_of(model: Any) -> dict[str, Any]:
