@@ -6,8 +6,10 @@ from depthmix.models.counting import count_parameters
 from depthmix.models.decoder import Decoder, next_token_losses
 from depthmix.models.io import load_model, load_segment, save_model
 from depthmix.models.moe import update_balance
+from depthmix.models.names import read_checkpoint, save_converted, write_checkpoint
 from depthmix.models.presets import PRESETS, preset
 from depthmix.models.segment import Segment
+from depthmix.models.stack_files import load_stack, save_stack
 
 __all__ = [
     "PRESETS",
@@ -20,9 +22,14 @@ __all__ = [
     "count_parameters",
     "load_model",
     "load_segment",
+    "load_stack",
     "next_token_losses",
     "preset",
+    "read_checkpoint",
+    "save_converted",
     "save_model",
+    "save_stack",
     "segment_bounds",
     "update_balance",
+    "write_checkpoint",
 ]
