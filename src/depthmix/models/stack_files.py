@@ -28,6 +28,8 @@ from depthmix.models.saved import (
 from depthmix.support.checks import check_device
 from depthmix.support.files import read_tensors
 
+FIELDS = ("mixer", "dim", "depth", "kinds", "order")  # of a stack in its configuration
+
 
 def save_stack(stack: DepthStack, directory: StrPath) -> None:
     """Write the weights of a stack, in their dtypes, and its mechanism with every option; an existing stack in the
@@ -54,11 +56,14 @@ def load_stack(
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} does not exist or is not a folder; expected a folder that save_stack wrote")
     path, description = find_description(folder, STACK)
+    fields = description["stack"]
+    if missing := [f"stack.{name}" for name in FIELDS if name not in fields]:
+        raise ValueError(f"{path} has no {', '.join(missing)}; expected what save_stack writes. {AGAIN}")
     if not functions:
-        refuse_functions(path, description["stack"], STACK)
+        refuse_functions(path, fields, STACK)
     try:
-        stack = empty_stack(description["stack"])
-    except (KeyError, TypeError, ValueError) as error:
+        stack = empty_stack(fields)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a valid configuration for this version: {error}") from error
     tensors, _ = read_tensors(folder / WEIGHTS, AGAIN)
     check_tensors(folder / WEIGHTS, tensors, stack.state_dict())
@@ -69,13 +74,9 @@ def load_stack(
 def describe_stack(stack: DepthStack) -> dict[str, Any]:
     """The configuration of a stack, with every option of its mechanism, so that new defaults do not change it."""
     options = stack.config.resolved(dim=stack.dim, depth=stack.depth)
-    return {
-        "mixer": {"name": stack.registered, **options},
-        "dim": stack.dim,
-        "depth": stack.depth,
-        "kinds": [mixer.site.kind for mixer in stack],
-        "order": stack.order,
-    }
+    kinds = [mixer.site.kind for mixer in stack]
+    values = ({"name": stack.registered, **options}, stack.dim, stack.depth, kinds, stack.order)
+    return dict(zip(FIELDS, values, strict=True))
 
 
 def empty_stack(fields: Mapping[str, Any]) -> DepthStack:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from depthmix.mechanisms.stream_starts import logit
+from depthmix.mechanisms.stream_starts import MOST_STREAMS, logit
 from depthmix.models.names.base import Mixing, Row, StackFormat, check_sizes
 from depthmix.models.names.checkpoint import Checkpoint
+from depthmix.support.checks import check_range
 
 PARTS = {"fn": "projection", "base": "bias", "scale": "scale"}
 SITES = {  # attention, MLP and head
@@ -41,8 +42,9 @@ class DeepSeekV4(StackFormat):
         fields, number = checkpoint.config, checkpoint.number
         layers, dim = number(fields, "num_hidden_layers", int), number(fields, "hidden_size", int)
         check_sizes(dim, layers)
+        check_range("hc_mult", streams := number(fields, "hc_mult", int), 2, MOST_STREAMS)
         options = {
-            "streams": number(fields, "hc_mult", int),
+            "streams": streams,
             "iterations": number(fields, "hc_sinkhorn_iters", int),
             "eps": float(number(fields, "hc_eps", float, zero=True)),
             "norm_eps": float(number(fields, "rms_norm_eps", float)),
