@@ -292,11 +292,7 @@ def run_attnres(
     for g, f in enumerate(sublayers):
         name = names[g % 2].replace("#", str(g // 2))
         sources = [*bank, partial]
-        h = (
-            x
-            if g == 0
-            else read_over_depth(tensors, name.replace("?", "proj"), name.replace("?", "norm"), sources, eps)
-        )
+        h = x if g == 0 else read_over_depth(tensors, name, sources, eps)
         if opens_block(g):
             bank, partial = sources, f(h)
         else:

@@ -41,10 +41,6 @@ def run(
         str | None, flag(f"Read a checkpoint of this format: {NAMES}.", "NAME", default="", name="from")
     ] = None,
     to: Annotated[str | None, flag(f"Write a checkpoint of this format: {NAMES}.", "NAME", default="")] = None,
-    functions: Annotated[
-        bool,
-        switch("Import the user-defined functions that the source's configuration names. This runs their code."),
-    ] = False,
     json: Annotated[bool, switch("Print one JSON object.")] = False,
 ) -> int:
     """Read the depth mixing of another project's checkpoint, or write one.
@@ -63,7 +59,7 @@ def run(
             save_converted(converted, target)
         else:
             assert to is not None
-            converted = write_checkpoint(open_source(source, functions), target, to)
+            converted = write_checkpoint(open_source(source), target, to)
     figures = describe(converted, source, target, read=from_, written=to)
     if json:
         print(json_format.dumps(figures, indent=2))
@@ -73,17 +69,17 @@ def run(
     return 0
 
 
-def open_source(folder: Path, functions: bool) -> DepthStack | Decoder:
+def open_source(folder: Path) -> DepthStack | Decoder:
     """The stack or the decoder in a folder of depthmix."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} does not exist or is not a folder; expected a run, a saved model or a stack")
     if kind_of(folder) == "stack":
-        return load_stack(folder, functions=functions)
+        return load_stack(folder)
     place = saved_model(folder)
     if place is not None:
-        return load_model(place, functions=functions)
+        return load_model(place)
     if (folder / "config.toml").is_file():
-        return open_run_folder(folder, "cpu", functions=functions).model
+        return open_run_folder(folder, "cpu", functions=False).model
     raise FileNotFoundError(
         f"{folder} is neither the folder of a run of `depthmix train` (it has no config.toml) nor a folder written by "
         f"{MODEL.writer} or save_stack (it has no {CONFIG})"
