@@ -36,8 +36,7 @@ import depthmix as dm
 import depthmix.cli
 from depthmix.cli import main
 from depthmix.cli.processes import Processes, Serving
-from depthmix.models import write_checkpoint
-from depthmix.models.names import FORMATS
+from depthmix.models.names import FORMATS, write_checkpoint
 from depthmix.models.presets import PRESETS
 from depthmix.training import TrainConfig
 from depthmix.training.identity import leaves

@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import depthmix as dm
-from depthmix.models import read_checkpoint, save_converted, write_checkpoint
-from depthmix.models.names import FORMATS, checkpoint, find_format
+from depthmix.models.names import FORMATS, checkpoint, find_format, read_checkpoint, save_converted, write_checkpoint
 from tests.models.test_stack_files import assert_same, random_stack
 from tests.runs import CHILD
 
@@ -185,10 +184,11 @@ def test_a_single_block_is_read_whatever_lies_beyond_the_last_layer(tmp_path: Pa
 def test_every_format_comes_back_bit_for_bit_in_a_new_process(tmp_path: Path) -> None:
     stacks = {name: written(name, tmp_path / name, dtype=torch.bfloat16) for name in FORMATS}
     code = (
-        "from depthmix.models import read_checkpoint, save_converted, load_stack, write_checkpoint\n"
+        "import depthmix as dm\n"
+        "from depthmix.models.names import read_checkpoint, save_converted, write_checkpoint\n"
         f"for name in {list(FORMATS)}:\n"
         "    save_converted(read_checkpoint(name, name), f'{name}-read')\n"
-        "    write_checkpoint(load_stack(f'{name}-read'), f'{name}-again', name)"
+        "    write_checkpoint(dm.load_stack(f'{name}-read'), f'{name}-again', name)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=CHILD, check=True)
     for name, stack in stacks.items():

@@ -11,8 +11,8 @@ import tyro
 from depthmix.cli.generate import saved_model
 from depthmix.cli.shared import flag, open_run_folder, switch
 from depthmix.mechanisms import DepthStack
-from depthmix.models import Decoder, load_model, load_stack, read_checkpoint, save_converted, write_checkpoint
-from depthmix.models.names import FORMATS, Converted
+from depthmix.models import Decoder, load_model, load_stack
+from depthmix.models.names import FORMATS, Converted, read_checkpoint, save_converted, write_checkpoint
 from depthmix.models.names.target import kind_of
 from depthmix.models.saved import CONFIG, MODEL, WEIGHTS
 from depthmix.support.terminal import print_wrapped, printable, say
