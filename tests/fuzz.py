@@ -261,6 +261,8 @@ def make_line(number: int) -> Line:
             words += spelled(option, chance, folly)
     given = {word for word in words if word.startswith("--")}
     for flag, *values in SMALL.get(verb, ()):
+        if flag == "--to" and "--from" in given:  # they exclude each other
+            continue
         if (flag == "--set" or flag not in given) and chance.random() < 0.97:
             words += [flag, *values]
     if chance.random() < folly / 10:
