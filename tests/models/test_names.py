@@ -467,9 +467,12 @@ def test_mechanisms_and_options_that_a_format_cannot_express_are_refused(tmp_pat
         ("fla", dm.DepthStack("attnres", dim=D, depth=3), "a stack of 3 sublayers .* two sublayers in each layer"),
         ("fla", dm.DepthStack("attnres", kinds=["attn"] * 4, **plain), r"4 sublayers \(attn, attn, attn, attn"),
         ("fla", dm.DepthStack("attnres", order=(0, 1, 0, 1), **plain), "executions share mixers"),
+        ("fla", dm.DepthStack("attnres", **plain).slice(0, 2), "write_checkpoint got a slice, sublayers 0 to 1 of 4"),
     ):
         with pytest.raises(ValueError, match=words):
             write_checkpoint(stack, tmp_path / "new", name)
+    with pytest.raises(TypeError, match=r"write_checkpoint got a Linear; expected a DepthStack, such as model.depth"):
+        write_checkpoint(torch.nn.Linear(2, 2), tmp_path / "new", "fla")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="unknown format of checkpoints 'flash'"):
         write_checkpoint(stack, tmp_path / "new", "flash")
     assert not (tmp_path / "new").exists()

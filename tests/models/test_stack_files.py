@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch import Tensor
 import depthmix as dm
 from tests.cases import DEFAULTS, label
 from tests.decoders import tiny
-from tests.runs import CHILD
 
 MORE: list[tuple[str, dict[str, Any]]] = [
     ("block_attnres", {"num_blocks": 3, "eps": 1e-5}),
@@ -158,16 +155,3 @@ def test_models_and_stacks_are_told_apart(tmp_path: Path) -> None:
         dm.load_stack(tmp_path)
     with pytest.raises(FileNotFoundError, match="expected a folder that save_stack wrote"):
         dm.load_stack(tmp_path / "none")
-
-
-@torch.no_grad()
-def test_a_new_process_computes_the_same(tmp_path: Path) -> None:
-    stack = random_stack("mhc", readout="learned")
-    dm.save_stack(stack, tmp_path / "stack")
-    torch.save(output(stack), tmp_path / "expected.pt")
-    code = (
-        "import torch, depthmix as dm; stack = dm.load_stack('stack')\n"
-        "x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1)).double()\n"
-        "assert torch.equal(stack(x, [torch.tanh] * 6), torch.load('expected.pt', weights_only=True))"
-    )
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=CHILD, check=True)

@@ -93,18 +93,18 @@ def empty_stack(fields: Mapping[str, Any]) -> DepthStack:
         )
 
 
-def check_whole(stack: DepthStack) -> None:
+def check_whole(stack: DepthStack, caller: str = "save_stack") -> None:
     """Raise an error for what could not be loaded again."""
     if not isinstance(stack, DepthStack):
-        raise TypeError(f"save_stack got a {type(stack).__name__}; expected a DepthStack, such as model.depth")
+        raise TypeError(f"{caller} got a {type(stack).__name__}; expected a DepthStack, such as model.depth")
     if len(stack) != stack.depth:
         raise ValueError(
-            f"save_stack got a slice, sublayers {stack.lo} to {stack.hi - 1} of {stack.depth}; expected the whole stack"
+            f"{caller} got a slice, sublayers {stack.lo} to {stack.hi - 1} of {stack.depth}; expected the whole stack"
         )
     cls: type = type(stack[0])
     known: Any = lookup(stack.registered)
     if known is None or known.resolve(stack.config) is not cls:
         raise ValueError(
-            f"save_stack got mixers of the class {cls.__name__}, which is not registered, so load_stack would not find "
-            "it. Register it in the entry-point group depthmix.mechanisms, or keep the stack's state_dict()"
+            f"{caller} got mixers of the class {cls.__name__}, which is not registered, so nobody could load them "
+            "again. Register it in the entry-point group depthmix.mechanisms, or keep the stack's state_dict()"
         )

@@ -21,6 +21,7 @@ from depthmix.mechanisms.record import is_record
 from depthmix.models.decoder import Decoder
 from depthmix.models.names.checkpoint import Checkpoint
 from depthmix.models.saved import assign_tensors
+from depthmix.models.stack_files import check_whole
 from depthmix.support.checks import check_range, did_you_mean
 
 
@@ -215,7 +216,8 @@ def check_sizes(dim: int, layers: int) -> None:
 
 def stack_of(module: DepthStack | Decoder) -> tuple[DepthStack, tuple[str, ...]]:
     """The stack of a decoder, with what is left out."""
-    if isinstance(module, DepthStack):
+    if not isinstance(module, Decoder):
+        check_whole(module, "write_checkpoint")
         return module, ()
     notes = ["only the mixers were written: attention, MLP and embeddings of the decoder are not in these files"]
     if module.config.kv_mixer is not None:
