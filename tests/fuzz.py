@@ -36,6 +36,7 @@ import depthmix as dm
 import depthmix.cli
 from depthmix.cli import main
 from depthmix.cli.processes import Processes, Serving
+from depthmix.models.names import FORMATS, write_checkpoint
 from depthmix.models.presets import PRESETS
 from depthmix.training import TrainConfig
 from depthmix.training.identity import leaves
@@ -113,6 +114,8 @@ FILES = [
     "study",
     "tokens",
     "model",
+    "stack",
+    "foreign",
     "report.json",
     "config.toml",
     "tokenizer.json",
@@ -132,6 +135,8 @@ WORDS = {
     "shapes": ["2x16", "2x16,4", "4x4611686018427387904", "99999999999999999999", "0x0"],
     "sizes": ["2x16", "4x16", "2", "4x4611686018427387904", "99999999999999999999", "0x0"],
     "data": ["stdlib", "text", "rows.jsonl", "rows.parquet", "hf:none/such", "tokens"],
+    "from_": [*FORMATS],
+    "to": [*FORMATS],
     "tokenizer": ["bytes", "bpe:300", "bpe:9", "bpe:99999999999999999999", "tokenizer.json", "run/config.toml"],
 }
 RUNS = ["run", "model", "model", "half", "study", "run/final"]
@@ -140,6 +145,8 @@ PLACES = {
     "folders": RUNS,
     "folder": ["run", "run", "half", "half", "study", "model", "new"],
     "saved": ["report.json"],
+    "source": ["run", "half", "model", "stack", "foreign"],
+    "target": ["new", "new/below", "empty", "foreign", "stack"],
     "config": ["config.toml", "run/config.toml"],
 }
 KEYS = [
@@ -182,6 +189,7 @@ SMALL = {  # what a line gets besides, so that most of them go all the way
 }
 SMALL["compare"].append(("--tokens", "64"))
 SMALL["generate"] = [("--max-new-tokens", "3")]
+SMALL["convert"] = [("--to", "fla")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +261,8 @@ def make_line(number: int) -> Line:
             words += spelled(option, chance, folly)
     given = {word for word in words if word.startswith("--")}
     for flag, *values in SMALL.get(verb, ()):
+        if flag == "--to" and "--from" in given:  # they exclude each other
+            continue
         if (flag == "--set" or flag not in given) and chance.random() < 0.97:
             words += [flag, *values]
     if chance.random() < folly / 10:
@@ -574,7 +584,7 @@ def judge(code: Any, out: str, err: str) -> str:
 
 
 def make_samples(folder: Path) -> None:
-    """A finished run, an interrupted one, a model, a study, a report, a tokenizer: small, and whole."""
+    """A finished run, an interrupted one, models, checkpoints, a study, a report, a tokenizer: small, and whole."""
     from depthmix.bench.report import Report, ratio_rows
     from depthmix.bench.suite import QUICK
     from depthmix.training import override, train
@@ -599,6 +609,9 @@ def make_samples(folder: Path) -> None:
             with contextlib.suppress(KeyboardInterrupt):
                 train(override(long, "run.validate_every", 3))
         shutil.copytree("run/final", "model")
+        stack = dm.load_model("model").depth
+        dm.save_stack(stack, "stack")
+        write_checkpoint(stack, "foreign", "fla")
         Path("config.toml").write_text(base.to_toml())
         study = [
             "compare",

@@ -43,6 +43,7 @@ class DepthStack(Recorded):
     """
 
     parts: tuple[DepthStack, ...] = ()  # the slices of a joined stack
+    order: tuple[int, ...] | None  # the sublayer of each execution, if executions share parameters
 
     def __init__(
         self,
@@ -81,10 +82,11 @@ class DepthStack(Recorded):
 
     def name_mixers(self, mixers: Sequence[DepthMixer], order: Sequence[int] | None) -> list[str]:
         """Names of the executions' parameters; with an order, executions of the same sublayer share theirs."""
-        self.shared = order is not None
+        self.shared, self.order = order is not None, None
         if order is None:
             return [str(i) for i in range(len(mixers))]
         check_order(self.name, order, len(mixers))
+        self.order = tuple(order)
         return share_parameters(self.name, mixers, order)
 
     def register_mixers(self, runs: dict[int, DepthMixer], names: list[str]) -> None:
@@ -228,6 +230,7 @@ class DepthStack(Recorded):
         """Take over what does not depend on the part of the network: options, sizes and names."""
         self.name, self.registered, self.dim, self.depth = other.name, other.registered, other.dim, other.depth
         self.config, self.facts, self.shared, self.training = other.config, other.facts, other.shared, other.training
+        self.order = other.order
 
     @property
     def entry(self) -> DepthStack:

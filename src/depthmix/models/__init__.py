@@ -1,5 +1,8 @@
 """The decoder: a list of sublayers whose depth mixing is an exchangeable part."""
 
+from importlib import import_module
+from types import ModuleType
+
 from depthmix.models.bounds import segment_bounds
 from depthmix.models.config import Choice, DecoderConfig, LoopConfig, MoEConfig
 from depthmix.models.counting import count_parameters
@@ -8,6 +11,7 @@ from depthmix.models.io import load_model, load_segment, save_model
 from depthmix.models.moe import update_balance
 from depthmix.models.presets import PRESETS, preset
 from depthmix.models.segment import Segment
+from depthmix.models.stack_files import load_stack, save_stack
 
 __all__ = [
     "PRESETS",
@@ -20,9 +24,18 @@ __all__ = [
     "count_parameters",
     "load_model",
     "load_segment",
+    "load_stack",
     "next_token_losses",
     "preset",
     "save_model",
+    "save_stack",
     "segment_bounds",
     "update_balance",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """The names of others' weights, imported when they are asked for."""
+    if name == "names":
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,10 +11,19 @@ from typing import Any, TypeVar
 import torch
 
 from depthmix.mechanisms import kv_mechanism, mechanism
-from depthmix.mechanisms.record import with_records
 from depthmix.models.config import Choice, DecoderConfig
 from depthmix.models.decoder import Decoder, SublayerLoop
-from depthmix.models.saved import AGAIN, MODEL, WEIGHTS, StrPath, check_tensors, find_description, write_folder
+from depthmix.models.saved import (
+    AGAIN,
+    MODEL,
+    WEIGHTS,
+    Content,
+    StrPath,
+    assign_tensors,
+    check_tensors,
+    find_description,
+    write_folder,
+)
 from depthmix.models.segment import Segment
 from depthmix.support.checks import check_device
 from depthmix.support.files import read_tensors
@@ -84,16 +93,7 @@ def fill(
     expected = model.state_dict()
     tensors, _ = read_tensors(folder / WEIGHTS, AGAIN, expected if isinstance(model, Segment) else None)
     check_tensors(folder / WEIGHTS, tensors, expected)
-    parameters = {name for name, _ in model.named_parameters()}
-    moved = {
-        name: tensor.to(device=device, dtype=dtype if name in parameters else None, copy=True)
-        for name, tensor in tensors.items()
-    }
-    model.load_state_dict(with_records(model, moved), assign=True)
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:  # counters, which are not saved
-                setattr(module, name, torch.zeros_like(buffer, device=device))
+    assign_tensors(model, tensors, device, dtype)
 
 
 def check_weights(folder: Path) -> None:
@@ -112,12 +112,13 @@ def read_config(folder: Path, functions: bool = True) -> DecoderConfig:
         raise ValueError(f"{path} is not a valid configuration for this version: {error}") from error
 
 
-def refuse_functions(path: Path, fields: Mapping[str, Any]) -> None:
+def refuse_functions(path: Path, fields: Mapping[str, Any], content: Content = MODEL) -> None:
     """Raise an error if a configuration names functions, before anything is imported."""
+    verb = " or `depthmix generate --functions`" if content == MODEL else ""
     for option, value in functions_in(fields):
         raise ValueError(
-            f"{path} names the function {value} ({option}); loading this model imports it, which runs the code of its "
-            "module. If you trust it, use load_model(directory, functions=True) or `depthmix generate --functions`"
+            f"{path} names the function {value} ({option}); loading this {content.field} imports it, which runs the "
+            f"code of its module. If you trust it, use {content.loader}(directory, functions=True){verb}"
         )
 
 

@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from depthmix.mechanisms.record import is_record
+from depthmix.mechanisms.record import is_record, with_records
 from depthmix.support.files import FORMAT, beside, digest, flush, format_of, read_json, version
 
 AGAIN = "Save or copy the model again"
@@ -38,18 +39,19 @@ STACK = Content("stack", "save_stack", "load_stack")
 
 def write_folder(folder: Path, content: Content, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write weights, in their dtypes, and their description; what the folder held stays intact until the end."""
+    write_pair(folder, {"format": FORMAT, "depthmix": version(), content.field: fields}, tensors)
+
+
+def write_pair(folder: Path, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write weights, and a configuration of these fields with the size and the SHA-256 of the weights."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with beside(folder / WEIGHTS) as weights, beside(folder / STAGED) as config:
         save_file(plain, weights, {"format": "pt"})
-        description = {
-            "format": FORMAT,
-            "depthmix": version(),
-            content.field: fields,
-            "weights": {"file": WEIGHTS, "bytes": weights.stat().st_size, "sha256": digest(weights)},
-        }
+        sealed = {"file": WEIGHTS, "bytes": weights.stat().st_size, "sha256": digest(weights)}
+        description = {**fields, "weights": sealed}
         config.write_text(json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         for part in (weights, config):
             flush(part)
@@ -145,6 +147,25 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[s
         problems.append(list_first(wrong))
     if problems:
         raise ValueError(f"{path} does not match its configuration: {'; '.join(problems)}. Nothing was loaded")
+
+
+def assign_tensors(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Give a module on the meta device these tensors, which `check_tensors` has accepted; `dtype` is for parameters."""
+    parameters = {name for name, _ in module.named_parameters()}
+    moved = {
+        name: tensor.to(device=device, dtype=dtype if name in parameters else None, copy=True)
+        for name, tensor in tensors.items()
+    }
+    module.load_state_dict(with_records(module, moved), assign=True)
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if buffer.is_meta:  # counters, which are not saved
+                setattr(part, name, torch.zeros_like(buffer, device=device))
 
 
 def list_first(words: list[str], most: int = 20) -> str:

@@ -1,0 +1,121 @@
+"""`depthmix convert`: the depth mixing of others' checkpoints, read and written."""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from depthmix.cli.generate import saved_model
+from depthmix.cli.shared import flag, open_run_folder, switch
+from depthmix.mechanisms import DepthStack
+from depthmix.models import Decoder, load_model, load_stack
+from depthmix.models.names import FORMATS, Converted, read_checkpoint, save_converted, write_checkpoint
+from depthmix.models.names.target import kind_of
+from depthmix.models.saved import CONFIG, MODEL, WEIGHTS
+from depthmix.support.terminal import print_wrapped, printable, say
+from depthmix.training.build import disk_errors
+
+EXAMPLES = (
+    "depthmix convert runs/small out/fla --to fla",
+    "depthmix convert out/fla out/mixers --from fla --json",
+)
+NAMES = ", ".join(FORMATS)
+
+
+def run(
+    source: Annotated[
+        Path,
+        tyro.conf.Positional,
+        flag(
+            "With --from, the folder of another project's checkpoint. With --to, that of a run of `depthmix train`, or "
+            "one that `dm.save_model` or `dm.save_stack` wrote.",
+            "SOURCE",
+        ),
+    ],
+    target: Annotated[Path, tyro.conf.Positional, flag("The folder to write.", "TARGET")],
+    *,
+    from_: Annotated[
+        str | None, flag(f"Read a checkpoint of this format: {NAMES}.", "NAME", default="", name="from")
+    ] = None,
+    to: Annotated[str | None, flag(f"Write a checkpoint of this format: {NAMES}.", "NAME", default="")] = None,
+    json: Annotated[bool, switch("Print one JSON object.")] = False,
+) -> int:
+    """Read the depth mixing of another project's checkpoint, or write one.
+
+    Of a checkpoint only the depth mixing is taken: load the result with `dm.load_stack`, and put it into a model of
+    yours. What is written has the names and shapes of the other project, and contains the mixers only.
+
+    The target is a new folder, an empty one, or one that an earlier conversion of the same kind wrote.
+    """
+    if (from_ is None) == (to is None):
+        given = "neither" if from_ is None else f"--from {from_} and --to {to}"
+        raise ValueError(f"got {given}; expected exactly one of --from NAME and --to NAME. Names: {NAMES}")
+    with disk_errors():
+        if from_ is not None:
+            converted = read_checkpoint(source, from_)
+            save_converted(converted, target)
+        else:
+            assert to is not None
+            converted = write_checkpoint(open_source(source), target, to)
+    figures = describe(converted, source, target, read=from_, written=to)
+    if json:
+        print(json_format.dumps(figures, indent=2))
+    else:
+        print_figures(figures)
+    say(printable(f"written to {target}: {WEIGHTS}, {CONFIG}"))
+    return 0
+
+
+def open_source(folder: Path) -> DepthStack | Decoder:
+    """The stack or the decoder in a folder of depthmix."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} does not exist or is not a folder; expected a run, a saved model or a stack")
+    if kind_of(folder) == "stack":
+        return load_stack(folder)
+    place = saved_model(folder)
+    if place is not None:
+        return load_model(place)
+    if (folder / "config.toml").is_file():
+        return open_run_folder(folder, "cpu", functions=False).model
+    raise FileNotFoundError(
+        f"{folder} is neither the folder of a run of `depthmix train` (it has no config.toml) nor a folder written by "
+        f"{MODEL.writer} or save_stack (it has no {CONFIG})"
+    )
+
+
+def describe(
+    converted: Converted, source: Path, target: Path, *, read: str | None, written: str | None
+) -> dict[str, Any]:
+    """What was converted, as plain JSON values."""
+    module = converted.module
+    stack = module if isinstance(module, DepthStack) else module.depth
+    return {
+        "source": str(source),
+        "target": str(target),
+        "from": read,
+        "to": written,
+        "mechanism": stack.registered,
+        "dim": stack.dim,
+        "depth": stack.depth,
+        "options": stack.config.resolved(dim=stack.dim, depth=stack.depth),
+        "parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "tensors": converted.tensors,
+        "units": dict(converted.units),
+        "notes": list(converted.notes),
+    }
+
+
+def print_figures(figures: dict[str, Any]) -> None:
+    verb, name = ("read", figures["from"]) if figures["from"] else ("written", figures["to"])
+    print_wrapped(
+        f"{figures['mechanism']}, D = {figures['dim']}, {figures['depth']} sublayers: "
+        f"{figures['tensors']} tensors of {name} {verb}, {figures['parameters']:,} parameters"
+    )
+    print_wrapped(f"options  {', '.join(f'{key}={value}' for key, value in figures['options'].items())}", indent="  ")
+    if figures["units"]:
+        print_wrapped(f"units    {' = '.join(f'{key} {value}' for key, value in figures['units'].items())}")
+    for note in figures["notes"]:
+        print_wrapped(f"- {note}", indent="  ")
