@@ -9,15 +9,20 @@ check_transformers()  # before anything imports a part of it
 from depthmix.hf.config import DepthmixConfig  # noqa: E402
 
 if TYPE_CHECKING:
+    from depthmix.hf.harness import evaluate
     from depthmix.hf.model import DepthmixForCausalLM
 
-__all__ = ["DepthmixConfig", "DepthmixForCausalLM"]
+__all__ = ["DepthmixConfig", "DepthmixForCausalLM", "evaluate"]
 
 
 def __getattr__(name: str) -> Any:
-    """The model, imported when it is asked for, by a user or by the Auto classes: see `depthmix.registration`."""
+    """Parts that are imported when a user or the Auto classes ask for them: see `depthmix.registration`."""
     if name == "DepthmixForCausalLM":
         from depthmix.hf.model import DepthmixForCausalLM
 
         return DepthmixForCausalLM
+    if name == "evaluate":
+        from depthmix.hf.harness import evaluate
+
+        return evaluate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
