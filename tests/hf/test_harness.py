@@ -21,11 +21,10 @@ from tests.runs import tiny_run
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'depthmix[harness]'")
 transformers = pytest.importorskip("transformers")
-from depthmix.hf import DepthmixForCausalLM, evaluate  # noqa: E402
+from depthmix.hf import DepthmixForCausalLM, evaluate, from_tokenizer  # noqa: E402
 from depthmix.hf.opening import open_pretrained  # noqa: E402
 from depthmix.hf.tasks import SUITES  # noqa: E402
 from depthmix.hf.tasks.lookup import index_of, leaves  # noqa: E402
-from depthmix.hf.tokenizer import from_tokenizer  # noqa: E402
 
 BYTES = from_tokenizer(ByteTokenizer())
 FOLDERS = ("run", "ours", "own", "wrapped", "plain")
@@ -83,12 +82,17 @@ def log_likelihood(model: Any, context: str, text: str) -> float:
 
 
 @torch.no_grad()
-def written(model: Any, context: str, most: int) -> str:
-    """The greedy text, without a cache, up to the end of its line or of the text."""
+def greedy(model: Any, context: str, most: int) -> list[int]:
+    """Without a cache."""
     tokens = list(context.encode())
     for _ in range(most):
         tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    text = bytes(tokens[len(context.encode()) :]).decode("utf-8", errors="replace")
+    return tokens[-most:]
+
+
+def written(model: Any, context: str, most: int) -> str:
+    """The greedy text up to the end of its line or of the text."""
+    text = bytes(greedy(model, context, most)).decode("utf-8", errors="replace")
     return text.split("\n")[0].split("\0")[0]
 
 
@@ -111,13 +115,28 @@ def test_the_harness_says_of_any_folder_what_a_plain_loop_says(kind: str, tmp_pa
     assert value_of(document, "write", "exact_match") == 0.5
 
 
+def test_an_answer_ends_with_the_text_though_the_model_names_no_end(tmp_path: Path) -> None:
+    model, _ = open_pretrained(make_folder("ours", tmp_path / "model"))
+    assert model.generation_config.eos_token_id is None
+    tokens = {d["question"]: greedy(model, d["question"], 5) for d in questions()}
+    docs = [doc for doc in questions() if 0 in tokens[doc["question"]][:-1]]
+    assert docs, "some texts end and go on"
+    for doc in docs:
+        doc["written"] = written(model, doc["question"], 5)
+    document = evaluate(model, "write", tokenizer=BYTES, task_folder=write_tasks(tmp_path / "tasks", docs), batch=2)
+    assert value_of(document, "write", "exact_match") == 1
+    assert model.generation_config.eos_token_id is None, "as it was"
+
+
 @pytest.mark.parametrize("kind", ["wrapped", "own"])
 def test_a_model_in_memory_has_the_results_of_its_folder(kind: str, tmp_path: Path) -> None:
     folder, tasks = make_folder(kind, tmp_path / kind), write_tasks(tmp_path / "tasks")
     model, _ = open_pretrained(folder)
     model.train()
+    model.get_input_embeddings().eval()
     inside = evaluate(model, "complete", tokenizer=BYTES, task_folder=tasks)
     assert model.training, "the mode that it was in"
+    assert not model.get_input_embeddings().training
     outside = evaluate(folder, "complete", task_folder=tasks)
     assert inside["tasks"]["complete"]["rows"] == outside["tasks"]["complete"]["rows"]
     assert inside["model"] == outside["model"]

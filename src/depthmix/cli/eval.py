@@ -55,9 +55,9 @@ def run(
     benchmarks: Tasks = NO_TASKS,
     processes: Serving = ALONE,
 ) -> int:
-    """Evaluate a run: loss, perplexity and bits per byte of its model, or its results on benchmarks (--tasks).
+    """Evaluate a run: its loss on text, or its results on benchmarks (--tasks).
 
-    For an unfinished run, the model of the newest checkpoint is evaluated.
+    The loss comes with perplexity and bits per byte. For an unfinished run, the model of the newest checkpoint is used.
 
     On several processes: torchrun --nproc-per-node 4 -m depthmix eval FOLDER --tp 2. Those that --tp and --pp leave
     share the rows.

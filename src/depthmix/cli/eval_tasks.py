@@ -101,9 +101,8 @@ def run_tasks(folder: Path, options: Tasks, device: str, max_length: int | None,
 
 def open_folder(folder: Path, device: str) -> tuple[Any, Any, int | None]:
     """Model, tokenizer, and the longest context in training where the folder is that of a run of a decoder."""
-    from depthmix.hf import DepthmixForCausalLM
+    from depthmix.hf import DepthmixForCausalLM, from_tokenizer
     from depthmix.hf.opening import open_pretrained
-    from depthmix.hf.tokenizer import from_tokenizer
 
     if not (folder / RUN_CONFIG).is_file() or holds_pretrained(folder / "final"):
         return *open_pretrained(folder, device), None

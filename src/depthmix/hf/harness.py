@@ -24,6 +24,8 @@ from depthmix.support.checks import check_range, import_package, user_path
 from depthmix.support.files import lock
 from depthmix.support.terminal import format_duration, say
 
+CODE_SWITCH = "HF_ALLOW_CODE_EVAL"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -96,7 +98,7 @@ def run_tasks(chosen: Chosen, model: Any, tokenizer: Any, settings: Settings, ou
     if isinstance(model, Decoder):
         model = DepthmixForCausalLM.from_decoder(model)
     check_model(model, tokenizer)
-    with evaluating(model, chosen.allow_code), claimed(output):
+    with evaluating(model, tokenizer, chosen.allow_code), claimed(output):
         engine = make_engine(model, tokenizer, settings)
         definitions = {name: chosen.definition(name) for name in chosen.suites}
         document = new_document(describe_model(model, tokenizer), stated(settings, engine))
@@ -128,7 +130,7 @@ def check_model(model: Any, tokenizer: Any) -> None:
     if tokenizer is None:
         raise TypeError(
             "tokenizer=None with a model in memory; expected a tokenizer of transformers: AutoTokenizer, or "
-            "depthmix.hf.tokenizer.tokenizer_of(folder) for a run of depthmix"
+            "depthmix.hf.tokenizer_of(folder) for a run of depthmix"
         )
     rows = model.get_input_embeddings().weight.shape[0]
     largest = max(tokenizer.get_vocab().values(), default=-1)
@@ -177,22 +179,37 @@ def evaluate_task(chosen: Chosen, engine: Any, name: str, settings: Settings) ->
 
 
 @contextmanager
-def evaluating(model: Any, allow_code: bool) -> Iterator[None]:
-    """In evaluation mode and without a remark about models in memory. Only with `allow_code` may code be executed."""
-    training, before = model.training, os.environ.get("HF_ALLOW_CODE_EVAL")
+def evaluating(model: Any, tokenizer: Any, allow_code: bool) -> Iterator[None]:
+    """In evaluation mode, with the tokenizer's end of text as that of answers; afterwards the model is as before.
+
+    Without an end, `generate` would write on after it, and the harness would read that as part of the answer.
+    """
+    modes, ends = [(part, part.training) for part in model.modules()], model.generation_config.eos_token_id
     logger = logging.getLogger("lm_eval.models.huggingface")
     logger.addFilter(is_of_use)
-    if allow_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the metric of such tasks asks for it
+    if ends is None:
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+    try:
+        with code_allowed() if allow_code else nullcontext():
+            yield
+    finally:
+        logger.removeFilter(is_of_use)
+        model.generation_config.eos_token_id = ends
+        for part, training in modes:
+            part.training = training
+
+
+@contextmanager
+def code_allowed() -> Iterator[None]:
+    """The metric of tasks that execute code asks for a variable of the environment as well."""
+    before = os.environ.get(CODE_SWITCH)
+    os.environ[CODE_SWITCH] = "1"
     try:
         yield
     finally:
-        logger.removeFilter(is_of_use)
-        model.train(training)
-        if before is None:
-            os.environ.pop("HF_ALLOW_CODE_EVAL", None)
-        else:
-            os.environ["HF_ALLOW_CODE_EVAL"] = before
+        del os.environ[CODE_SWITCH]
+        if before is not None:
+            os.environ[CODE_SWITCH] = before
 
 
 def is_of_use(record: logging.LogRecord) -> bool:

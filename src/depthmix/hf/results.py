@@ -35,7 +35,7 @@ def describe_model(model: Any, tokenizer: Any) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "weights": digest_of_weights(model),
         "config": hashlib.sha256(json.dumps(plain(config), sort_keys=True).encode()).hexdigest(),
-        "tokenizer": hashlib.sha256(words.encode()).hexdigest(),
+        "tokenizer": hashlib.sha256(f"{words}{sorted(tokenizer.special_tokens_map.items())}".encode()).hexdigest(),
     }
 
 

@@ -68,6 +68,8 @@ def index_of(names: Iterable[str], folders: list[Path]) -> Any:
     tasks = import_package("lm_eval.tasks", NEEDED_BY, INSTALL)
     for everything in (False, True):
         manager = tasks.TaskManager(include_path=folders, include_defaults=everything)
+        if not hasattr(manager, "task_index"):
+            raise ImportError(f"lm-eval is older than 0.4.13, which {NEEDED_BY} needs: pip install {INSTALL}")
         index = manager.task_index
         if all(config is not None for name in names for _, config in leaves(name, index)):
             return manager
