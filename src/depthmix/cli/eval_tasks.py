@@ -6,7 +6,7 @@ import json as json_format
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -90,7 +90,8 @@ def run_tasks(folder: Path, options: Tasks, device: str, max_length: int | None,
         max_length=trained_length if max_length is None else max_length,
         batch=options.batch or 1,
     )
-    with resumable(), redirect_stdout(sys.stderr):  # the harness prints remarks there
+    keeping = nullcontext() if options.output is None else resumable()
+    with keeping, redirect_stdout(sys.stderr):  # the harness prints remarks there
         document = run_tasks(chosen, model, tokenizer, settings, options.output)
     if json:
         print(json_format.dumps({"run": str(folder), **document}, indent=2, ensure_ascii=False))
