@@ -56,7 +56,7 @@ def write_tasks(folder: Path, docs: list[dict[str, Any]] | None = None, **kinds:
         fields = {
             "task": name,
             "dataset_path": "json",
-            "dataset_kwargs": {"data_files": {"validation": str(data)}},
+            "dataset_kwargs": {"data_files": {"validation": str(data)}, "cache_dir": str(folder / "cache")},
             "validation_split": "validation",
             **({} if "kind" not in changes else KINDS[changes["kind"]]),
             **{key: value for key, value in changes.items() if key != "kind"},

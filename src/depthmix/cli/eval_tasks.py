@@ -92,9 +92,9 @@ def run_tasks(folder: Path, options: Tasks, device: str, max_length: int | None,
     )
     keeping = nullcontext() if options.output is None else resumable()
     with keeping, redirect_stdout(sys.stderr):  # the harness prints remarks there
-        document = run_tasks(chosen, model, tokenizer, settings, options.output)
+        document = run_tasks(chosen, model, tokenizer, settings, options.output, str(folder))
     if json:
-        print(json_format.dumps({"run": str(folder), **document}, indent=2, ensure_ascii=False))
+        print(json_format.dumps(document, indent=2, ensure_ascii=False))
     else:
         print_results(document, options)
     return 0

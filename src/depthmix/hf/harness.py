@@ -89,35 +89,48 @@ def evaluate(
     if isinstance(model, (str, os.PathLike)):
         if tokenizer is not None:
             raise TypeError("got a folder and a tokenizer; expected tokenizer=None: a folder has its own")
-        model, tokenizer = open_pretrained(model, device, dtype)
-    return run_tasks(chosen, model, tokenizer, settings, None if output is None else user_path(output))
+        source = os.fspath(model)
+        model, tokenizer = open_pretrained(source, device, dtype)
+    else:
+        source = None
+    return run_tasks(chosen, model, tokenizer, settings, None if output is None else user_path(output), source)
 
 
-def run_tasks(chosen: Chosen, model: Any, tokenizer: Any, settings: Settings, output: Path | None) -> dict[str, Any]:
-    """Evaluate the tasks that `output` does not have yet, one after the other, and keep each result at once."""
+def run_tasks(
+    chosen: Chosen, model: Any, tokenizer: Any, settings: Settings, output: Path | None, source: str | None = None
+) -> dict[str, Any]:
+    """Evaluate the tasks that `output` does not have yet, one after the other, and keep each result at once.
+
+    `source` is where the model comes from, for readers of the result.
+    """
     if isinstance(model, Decoder):
         model = DepthmixForCausalLM.from_decoder(model)
     check_model(model, tokenizer)
     with evaluating(model, tokenizer, chosen.allow_code), claimed(output):
         engine = make_engine(model, tokenizer, settings)
-        definitions = {name: chosen.definition(name) for name in chosen.suites}
-        document = new_document(describe_model(model, tokenizer), stated(settings, engine))
+        document = new_document({"source": source, **describe_model(model, tokenizer)}, stated(settings, engine))
         if output is not None:
-            document = read_document(output, document, definitions)
+            document = read_document(output, document, chosen.definitions)
         pending = [name for name in chosen.suites if name not in document["tasks"]]
         if kept := len(chosen.suites) - len(pending):
             say(f"{output} has {kept} of {len(chosen.suites)} tasks already")
         prepare(chosen, pending, engine.max_length)
         for number, name in enumerate(pending, 1):
             say(f"task {number} of {len(pending)}: {name}")
-            begun = time.monotonic()
-            result = evaluate_task(chosen, engine, name, settings)
-            seconds = time.monotonic() - begun
-            document["tasks"][name] = task_entry(name, chosen.suites[name], definitions[name], result, seconds)
+            document["tasks"][name] = run_task(chosen, engine, name, settings)
             if output is not None:
                 write_document(output, document)
-            say(f"{name}: done in {format_duration(seconds)}")
     return document
+
+
+def run_task(chosen: Chosen, engine: Any, name: str, settings: Settings) -> dict[str, Any]:
+    """What is kept of a task."""
+    begun = time.monotonic()
+    result = evaluate_task(chosen, engine, name, settings)
+    seconds = time.monotonic() - begun
+    say(f"{name}: done in {format_duration(seconds)}")
+    where = {"device": str(engine.device), "batch": settings.batch, "seconds": round(seconds, 3)}
+    return {"suite": chosen.suites[name], "definition": chosen.definitions[name], **where, **task_entry(name, result)}
 
 
 def check_model(model: Any, tokenizer: Any) -> None:

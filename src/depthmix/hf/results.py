@@ -59,15 +59,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def task_entry(
-    name: str, suite: str | None, definition: str, output: Mapping[str, Any], seconds: float
-) -> dict[str, Any]:
-    """What is kept of a task: its rows, and all that the harness says of it."""
+def task_entry(name: str, output: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the harness's output: a task's rows, and all that it says besides."""
     return {
-        "suite": suite,
-        "definition": definition,
         "rows": [*rows_of(name, output)],
-        "seconds": round(seconds, 3),
         "versions": versions(),
         "harness": {field: plain(output[field]) for field in FIELDS if field in output},
     }

@@ -6,6 +6,7 @@ since the import itself can run a model's code or download something.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -35,10 +36,10 @@ class Chosen:
     manager: Any
     allow_code: bool
 
-    def definition(self, name: str) -> str:
-        """A digest of the task files behind a name, wherever they are."""
-        files = [[leaf, without_folder(config)] for leaf, config in leaves(name, self.manager.task_index)]
-        return hashlib.sha256(json.dumps(files, sort_keys=True, default=str).encode()).hexdigest()
+    @functools.cached_property
+    def definitions(self) -> dict[str, str]:
+        """A digest of the task files behind each name, wherever they are."""
+        return {name: definition(name, self.manager.task_index) for name in self.suites}
 
     def load(self, name: str) -> dict[str, Any]:
         """The tasks behind a name, with their data; downloaded if it is not there yet."""
@@ -162,6 +163,11 @@ def check_room(tasks: Mapping[str, Any], max_length: int) -> None:
                     f"no room is left for a question. Set --tokens-per-row (max_length in Python) above {wanted}, as "
                     "far as the model was made for it"
                 )
+
+
+def definition(name: str, index: Mapping[str, Any]) -> str:
+    files = [[leaf, without_folder(config)] for leaf, config in leaves(name, index)]
+    return hashlib.sha256(json.dumps(files, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def without_folder(config: Mapping[str, Any] | None) -> Any:
