@@ -40,7 +40,10 @@ TAKEN_FOR_GRANTED = {  # what blocks of the mechanisms' pages use without making
         "import torch\ngamma = torch.zeros(32)\npre, post, res = (torch.randn(32, rows) for rows in (4, 4, 24))"
     ),
 }
-ELSEWHERE = {"CONTRIBUTING.md": "tests/mechanisms/test_contributing.py"}  # pages whose blocks another test runs
+ELSEWHERE = {  # pages whose blocks another test runs
+    "CONTRIBUTING.md": "tests/mechanisms/test_contributing.py",
+    "docs/evaluation.md": "tests/hf/test_harness.py",
+}
 NOT_RUN = {  # every block that no test runs, by its page
     "docs/own_model.md": ["needs several processes, started by torchrun"] * 2,
     "docs/pipelines.md": ["needs several processes, started by torchrun"],

@@ -15,7 +15,7 @@ VERBS = {  # each is a module of this package with a function `run` and two EXAM
     "list": "list the mechanisms with their state, parameters and cost",
     "show": "show one mechanism (equations, code, options, cost) or one preset",
     "train": "train a decoder; started again, it resumes",
-    "eval": "evaluate a run: loss, perplexity and bits per byte",
+    "eval": "evaluate a run: its loss on text, or its results on benchmarks",
     "generate": "continue a prompt with a trained model",
     "trace": "measure what the layers of a trained model read, on any text",
     "ablate": "cut routes of a trained model and measure what changes",

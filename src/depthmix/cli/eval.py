@@ -1,4 +1,4 @@
-"""`depthmix eval`: the loss of a run's model, on its own validation data or on any text."""
+"""`depthmix eval`: the loss of a run's model, on its own validation data or on any text; or its results on tasks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import tyro
 from torch import Tensor
 
+from depthmix.cli.eval_tasks import NO_TASKS, Tasks, check_flags, run_tasks
 from depthmix.cli.processes import ALONE, Serving
 from depthmix.cli.shared import flag, open_run_folder, print_result, say_unfinished, switch
 from depthmix.models import Decoder
@@ -31,7 +32,14 @@ EXAMPLES = (
 
 
 def run(
-    folder: Annotated[Path, tyro.conf.Positional, flag("Folder of a run of `depthmix train`.", "FOLDER")],
+    folder: Annotated[
+        Path,
+        tyro.conf.Positional,
+        flag(
+            "Folder of a run of `depthmix train`; with --tasks also one of `dm.save_model` or `save_pretrained`.",
+            "FOLDER",
+        ),
+    ],
     file: Annotated[
         Path | None, flag("A text file to evaluate on.", "FILE", default="all of the run's validation data")
     ] = None,
@@ -44,15 +52,22 @@ def run(
         Path | None, flag("Also write the model into this folder, as safetensors.", "FOLDER", default="")
     ] = None,
     json: Annotated[bool, switch("Print one JSON object.")] = False,
+    benchmarks: Tasks = NO_TASKS,
     processes: Serving = ALONE,
 ) -> int:
-    """Evaluate a run: loss, perplexity and bits per byte of its model.
+    """Evaluate a run: its loss on text, or its results on benchmarks (--tasks).
 
-    For an unfinished run, the model of the newest checkpoint is evaluated.
+    The loss comes with perplexity and bits per byte. For an unfinished run, the model of the newest checkpoint is used.
 
     On several processes: torchrun --nproc-per-node 4 -m depthmix eval FOLDER --tp 2. Those that --tp and --pp leave
     share the rows.
     """
+    distributed_flags = {name: value != getattr(ALONE, name) for name, value in vars(processes).items()}
+    check_flags(benchmarks, {"file": file, "rows": rows, "export": export, **distributed_flags})
+    if benchmarks.tasks:
+        if ranks.launched() > 1:
+            raise ValueError(f"--tasks on {ranks.launched()} processes; expected one: start it without torchrun")
+        return run_tasks(folder, benchmarks, device, tokens_per_row, json)
     if file is not None and not file.is_file():
         raise FileNotFoundError(f"{file} is not a file; expected a text file")
     data = read_config(folder).data

@@ -7,7 +7,12 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-NUMBER = re.compile(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")  # 1,200 or -3.5 or 9/2 or 12%
+# 1,200 or -3.5 or 9/2 or 12%; not the 2 of cm2, nor the minus between 5-3.
+NUMBER = re.compile(r"(?<![\da-zA-Z])-?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
+FRACTIONS = (  # other spellings of 3/4
+    (re.compile(r"\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}"), r"\1/\2"),
+    (re.compile(r"(\d+)\s*分之\s*(\d+)"), r"\2/\1"),
+)
 
 
 def process_results(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
@@ -22,6 +27,9 @@ def is_correct(expected: str, answer: str) -> bool:
 
 
 def last_number(text: str) -> Fraction | None:
+    """The value of the last number in a text; None if there is none, or none that has a value."""
+    for spelling, plain in FRACTIONS:
+        text = spelling.sub(plain, text)
     words = NUMBER.findall(text)
     if not words:
         return None
