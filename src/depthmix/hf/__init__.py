@@ -1,4 +1,4 @@
-"""The decoder as a model of Hugging Face transformers."""
+"""Hugging Face transformers: mechanisms in its models, the decoder as one of them, evaluation on tasks."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
