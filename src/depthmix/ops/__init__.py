@@ -1,4 +1,4 @@
-"""Pure tensor functions of depth mixing; their plain torch forms are in reference.py, attend/reference.py and kda/reference.py."""
+"""Pure tensor functions; their plain torch forms are in reference.py, attend/reference.py and kda/reference.py."""
 
 from depthmix.ops.attend import (
     ReadOptions,
@@ -17,7 +17,7 @@ from depthmix.ops.attend import (
 )
 from depthmix.ops.delta import normed_delta
 from depthmix.ops.grouped import grouped_linear, plain_grouped_linear
-from depthmix.ops.kda import kda, log_decay, saved_bytes, unit_heads
+from depthmix.ops.kda import kda, log_decay, unit_vectors
 from depthmix.ops.memory import empty_cache, keep_freed_memory
 from depthmix.ops.reference import (
     KeyNorm,
@@ -61,12 +61,11 @@ __all__ = [
     "read_one",
     "read_streams",
     "rms_norm",
-    "saved_bytes",
     "scores",
     "sharing_pays",
     "sinkhorn",
-    "unit_heads",
     "unit_key",
+    "unit_vectors",
     "using",
     "weighted_mixture",
     "weighted_sum",

@@ -65,6 +65,8 @@ def runs_of(documents: Tensor, before: int) -> Tensor:
 
 def last_inputs(line: Tensor, before: int, runs: Tensor | None, lengths: Tensor | None) -> Tensor:
     """The last W − 1 inputs of each row, without those of a document that has ended."""
+    if not before:
+        return line[:, :0]
     if lengths is None:
         at = line.shape[1] - before + torch.arange(before, device=line.device).expand(len(line), -1)
     else:
@@ -99,6 +101,12 @@ class ValidFirst:
     def sort(self, x: Tensor) -> Tensor:
         """x [B, T, …] with the valid tokens of each row first, in their order."""
         return take(x, self.order)
+
+    def sort_documents(self, documents: Tensor) -> Tensor:
+        """Documents [B, T] in that order; padding behind the valid tokens belongs to the last document."""
+        documents = self.sort(documents)
+        last = documents.gather(1, (self.lengths - 1).clamp(min=0).unsqueeze(1))
+        return torch.where(self.valid, documents, last)
 
     def restore(self, x: Tensor) -> Tensor:
         """x [B, T, …] of sorted tokens in the original order."""

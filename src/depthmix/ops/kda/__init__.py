@@ -17,11 +17,11 @@ from torch import Tensor
 from depthmix.ops.backend import chosen, functional
 from depthmix.ops.kda import reference
 from depthmix.ops.kda.chunkwise import CHUNK
-from depthmix.ops.kda.gates import log_decay, unit_heads
+from depthmix.ops.kda.gates import log_decay, unit_vectors
 from depthmix.ops.kda.operator import forward_op, saved_bytes
 from depthmix.ops.streams import common_accumulator
 
-__all__ = ["kda", "log_decay", "saved_bytes", "unit_heads"]
+__all__ = ["kda", "log_decay", "saved_bytes", "unit_vectors"]
 
 FEW = 16  # new tokens up to which the recurrence is faster than a chunk
 
@@ -42,7 +42,7 @@ def kda(
     computed in float32 at least and differentiable, once: double backward needs ``using("reference")``.
 
     Args:
-        q, k: queries and keys ``[B, H, T, K]``, both of length about 1 (`unit_heads`). Longer keys or a β outside
+        q, k: queries and keys ``[B, H, T, K]``, both of length about 1 (`unit_vectors`). Longer keys or a β outside
             of [0, 1] make the recurrence, and with it the chunkwise form, unstable.
         v: values ``[B, H, T, V]``.
         g: log decay of every channel ``[B, H, T, K]``, finite and at most 0 (`log_decay`).

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from depthmix.ops.kda.blocks import inverse
 from depthmix.ops.kda.layout import before, by_chunk, chunks, decays, in_chunks, joined
-from depthmix.ops.kda.pairs import pair_gradients, pair_products, plan
+from depthmix.ops.kda.pairs import pair_gradients, pair_products, safe_block
 from depthmix.ops.reference import full_precision
 from depthmix.ops.streams import common_accumulator
 
@@ -47,7 +47,7 @@ def forward(
         keys_queries, values, b, masks = in_chunks(q, k, v, beta, documents, size, dtype)
         G = chunks(g, size, dtype).cumsum(-2)
         keys = keys_queries[:, 0]
-        products = pair_products(keys_queries, keys, G, plan(G))
+        products = pair_products(keys_queries, keys, G, safe_block(G))
         products[:, 0].diagonal(dim1=-2, dim2=-1).zero_()
         if masks is not None:
             products.mul_(masks.same)
@@ -95,7 +95,7 @@ def backward(
             of_products.mul_(masks.same)
         of_beta = (E * missing).sum(-1) + (of_products[:, 0] * products[:, 0]).sum(-1)
         of_products[:, 0].mul_(b)
-        of_rows, of_cols = pair_gradients(of_products, keys_queries, keys, G, plan(G))
+        of_rows, of_cols = pair_gradients(of_products, keys_queries, keys, G, safe_block(G))
         of_keys, of_queries = of_rows.unbind(1)
         of_queries.addcmul_(of_o @ S.mT, up)
         of_keys.addcmul_(of_values @ S.mT, up, value=-1)

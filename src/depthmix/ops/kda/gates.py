@@ -11,7 +11,7 @@ from torch import Tensor
 from depthmix.ops.reference import wide
 
 
-def unit_heads(x: Tensor, eps: float = 1e-6) -> Tensor:
+def unit_vectors(x: Tensor, eps: float = 1e-6) -> Tensor:
     """x / √(Σ x² + eps) over the last axis, in the accumulator's dtype. The eps joins the sum, not the mean."""
     x = wide(x)
     return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()

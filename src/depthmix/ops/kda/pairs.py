@@ -3,129 +3,107 @@
     M[t, i] = Σ_c x[t, c] y[i, c] exp(G[t, c] − G[i, c])     for i ≤ t, with G falling from token to token
 
 exp(G) · exp(−G) would overflow: a chunk may lose far more than the 88 that float32 can hold. So a chunk is divided into
-blocks. Within a block both factors are taken relative to its middle if the loss over half a block is small enough for
-that, and otherwise every pair gets its own exponent. Pairs of different blocks are found by halving: the right half of
-a larger block against its left half, both relative to the end of the left half, so that no exponent is positive.
+blocks. Within a block both factors are taken relative to its middle; it is as large as float32 allows, one token if it
+must. Pairs of different blocks are found by halving: the right half of a larger block against its left half, both
+relative to the end of the left half, so that no exponent is positive.
 
-Axes: M chunk of any row and head, R kind of row (key or query), C token of a chunk, n block, b token of a block,
+Axes: M chunk of any row and head, R kind of row (key or query), C token of a chunk, n block, h token of a half,
 K channel.
 """
 
 from __future__ import annotations
-
-import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from depthmix.ops.kda.blocks import blocks, diagonal_blocks, halves, lower_blocks
 
-PAIRWISE = 4  # tokens in a block where every pair has its own exponent
-SMALLEST = 8  # a smaller block relative to its middle saves nothing
-ROOM = {torch.float32: 60.0, torch.float64: 300.0}  # largest exponent; the other half of the range is for the numbers
+ROOM = {torch.float32: 60.0, torch.float64: 300.0}  # largest exponent; the rest of the range is for the numbers
 
 
-class Plan(NamedTuple):
-    """How a chunk is divided."""
-
-    block: int
-    centred: bool  # whether a block is taken relative to its middle
-
-
-def plan(G: Tensor) -> Plan:
-    """The largest safe blocks; looking at G is cheap only on a CPU."""
-    size = G.shape[-2]
-    if G.device.type == "cpu":
-        block = size
-        while block >= SMALLEST:
-            if largest_half(G, block) <= ROOM[G.dtype]:
-                return Plan(block, True)
-            block //= 2
-    return Plan(min(PAIRWISE, size), False)
+def safe_block(G: Tensor) -> int:
+    """The largest safe block for G [M, C, K]. Looking at G is cheap only on a CPU; elsewhere it is one token."""
+    block = G.shape[-2] if G.device.type == "cpu" else 1
+    while block > 1 and not largest_half(G, block) <= ROOM[G.dtype]:  # not a number is not safe either
+        block //= 2
+    return block
 
 
 def largest_half(G: Tensor, block: int) -> float:
-    """The largest loss between the middle of a block and its first or last token; not finite if G is not."""
+    """The largest loss between the middle of a block and its first or last token."""
+    if not G.numel():
+        return 0.0
     parts = blocks(G, block)
     middle = parts[..., middle_of(block), :]
-    left, right = parts[..., 0, :] - middle, middle - parts[..., -1, :]
-    largest = float(torch.maximum(left, right).amax()) if left.numel() else 0.0
-    return math.inf if math.isnan(largest) else largest
+    return float(torch.maximum(parts[..., 0, :] - middle, middle - parts[..., -1, :]).amax())
 
 
 def middle_of(block: int) -> int:
-    return block // 2 - 1
+    return max(block // 2 - 1, 0)
 
 
-def pair_products(rows: Tensor, cols: Tensor, G: Tensor, how: Plan) -> Tensor:
+def pair_products(rows: Tensor, cols: Tensor, G: Tensor, block: int) -> Tensor:
     """M [M, R, C, C] of rows [M, R, C, K] and columns [M, C, K]; zero above the diagonal."""
-    size = G.shape[-2]
-    if how == (size, True):
-        up, down = centred_factors(G)
-        return ((rows * up.unsqueeze(-3)).flatten(1, 2) @ (cols * down).mT).unflatten(1, rows.shape[1:3]).tril_()
+    size, kinds = G.shape[-2], rows.shape[1]
+    right, left, _, _ = centred(rows, cols, G, block)
+    inner = apart(right @ left.mT, kinds)
+    if block == size:
+        return inner.squeeze(2).tril_()
     out = rows.new_zeros(*rows.shape[:-1], size)
-    parts = blocks(rows, how.block)
-    if how.centred:
-        up, down = centred_factors(blocks(G, how.block))
-        inner = ((parts * up.unsqueeze(1)) @ (blocks(cols, how.block) * down).unsqueeze(1).mT).tril_()
-    else:
-        inner = (parts.unsqueeze(-2) @ decayed(cols, G, how.block).unsqueeze(1).mT).squeeze(-2)
-    diagonal_blocks(out, how.block).copy_(inner)
-    for half in halves(size, how.block):
-        up, down = joining_factors(G, half)
-        right = blocks(rows, 2 * half)[..., half:, :] * up.unsqueeze(1)
-        left = blocks(cols, 2 * half)[..., :half, :] * down
-        lower_blocks(out, half).copy_(right @ left.unsqueeze(1).mT)
+    diagonal_blocks(out, block).copy_(inner.tril_())
+    for half in halves(size, block):
+        right, left, _, _ = joining(rows, cols, G, half)
+        lower_blocks(out, half).copy_(apart(right @ left.mT, kinds))
     return out
 
 
-def pair_gradients(grad: Tensor, rows: Tensor, cols: Tensor, G: Tensor, how: Plan) -> tuple[Tensor, Tensor]:
+def pair_gradients(grad: Tensor, rows: Tensor, cols: Tensor, G: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Gradients of rows and of columns, from that of M, which is zero above the diagonal."""
-    size = G.shape[-2]
-    if how == (size, True):
-        up, down = centred_factors(G)
-        flat = grad.flatten(1, 2)
-        of_rows = (flat @ (cols * down)).unflatten(1, rows.shape[1:3]).mul_(up.unsqueeze(1))
-        return of_rows, (flat.mT @ (rows * up.unsqueeze(1)).flatten(1, 2)).mul_(down)
-    of_rows, of_cols = torch.empty_like(rows), torch.empty_like(cols)
-    inner, parts = diagonal_blocks(grad, how.block), blocks(rows, how.block)
-    if how.centred:
-        up, down = centred_factors(blocks(G, how.block))
-        blocks(of_rows, how.block).copy_((inner @ (blocks(cols, how.block) * down).unsqueeze(1)).mul_(up.unsqueeze(1)))
-        blocks(of_cols, how.block).copy_((inner.mT @ (parts * up.unsqueeze(1))).sum(1).mul_(down))
-    else:
-        near = decayed(cols, G, how.block)  # [M, n, t, i, K]
-        blocks(of_rows, how.block).copy_((inner.unsqueeze(-2) @ near.unsqueeze(1)).squeeze(-2))
-        weighted = torch.einsum("mrnti,mrntk->mntik", inner, parts)
-        blocks(of_cols, how.block).copy_((weighted * decayed(torch.ones_like(cols), G, how.block)).sum(-3))
-    for half in halves(size, how.block):
-        up, down = joining_factors(G, half)
-        join, down = lower_blocks(grad, half), down.unsqueeze(1)
-        left = blocks(cols, 2 * half)[..., :half, :].unsqueeze(1) * down
-        blocks(of_rows, 2 * half)[..., half:, :].addcmul_(join @ left, up.unsqueeze(1))
-        right = blocks(rows, 2 * half)[..., half:, :] * up.unsqueeze(1)
-        blocks(of_cols, 2 * half)[..., :half, :].addcmul_((join.mT @ right).sum(1), down.squeeze(1))
+    size, kinds = G.shape[-2], rows.shape[1]
+    right, left, up, down = centred(rows, cols, G, block)
+    inner = together(diagonal_blocks(grad, block))
+    of_rows = apart(inner @ left, kinds).mul(up.unsqueeze(1)).reshape(rows.shape)
+    of_cols = (inner.mT @ right).mul_(down).view_as(cols)
+    for half in halves(size, block):
+        right, left, up, down = joining(rows, cols, G, half)
+        inner = together(lower_blocks(grad, half))
+        blocks(of_rows, 2 * half)[..., half:, :].addcmul_(apart(inner @ left, kinds), up.unsqueeze(1))
+        blocks(of_cols, 2 * half)[..., :half, :].addcmul_(inner.mT @ right, down)
     return of_rows, of_cols
 
 
-def centred_factors(G: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(G − R) and exp(R − G), R in the middle of the last axis but one."""
-    middle = middle_of(G.shape[-2])
-    up = (G - G[..., middle : middle + 1, :]).exp_()
-    return up, up.reciprocal()
+def centred(rows: Tensor, cols: Tensor, G: Tensor, block: int) -> tuple[Tensor, ...]:
+    """Of every block: rows [M, n, R·h, K] and columns [M, n, h, K] times their factors, then the two factors."""
+    parts, middle = blocks(G, block), middle_of(block)
+    up = (parts - parts[..., middle : middle + 1, :]).exp_()
+    down = up.reciprocal()
+    return scaled(blocks(rows, block), up), blocks(cols, block) * down, up, down
 
 
-def joining_factors(G: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """exp(G − R) of right halves and exp(R − G) of left halves [M, n, half, K], R at the end of the left half."""
-    parts = blocks(G, 2 * half)
+def joining(rows: Tensor, cols: Tensor, G: Tensor, half: int) -> tuple[Tensor, ...]:
+    """The same for right halves as rows and left halves as columns."""
+    (late, early), parts = halved(rows, cols, half), blocks(G, 2 * half)
     end = parts[..., half - 1 : half, :]
-    return (parts[..., half:, :] - end).exp_(), (end - parts[..., :half, :]).exp_()
+    up, down = (parts[..., half:, :] - end).exp_(), (end - parts[..., :half, :]).exp_()
+    return scaled(late, up), early * down, up, down
 
 
-def decayed(cols: Tensor, G: Tensor, block: int) -> Tensor:
-    """y[i] exp(G[t] − G[i]) for all pairs of a block [M, n, t, i, K], zero for i > t."""
-    parts = blocks(G, block)
-    later = torch.ones(block, block, dtype=torch.bool, device=G.device).triu(1).unsqueeze(-1)
-    exponent = (parts.unsqueeze(-2) - parts.unsqueeze(-3)).masked_fill_(later, -math.inf)
-    return exponent.exp_().mul_(blocks(cols, block).unsqueeze(-3))
+def halved(rows: Tensor, cols: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    return blocks(rows, 2 * half)[..., half:, :], blocks(cols, 2 * half)[..., :half, :]
+
+
+def scaled(rows: Tensor, up: Tensor) -> Tensor:
+    """Rows [M, R, n, h, K] times up [M, n, h, K] as [M, n, R·h, K]: small blocks are then one product, not R."""
+    out = rows.new_empty(*up.shape[:2], rows.shape[1], *up.shape[2:])
+    torch.mul(rows.movedim(1, 2), up.unsqueeze(2), out=out)
+    return out.flatten(2, 3)
+
+
+def apart(x: Tensor, kinds: int) -> Tensor:
+    """[M, n, R·h, …] as a view [M, R, n, h, …]."""
+    return x.unflatten(2, (kinds, -1)).movedim(2, 1)
+
+
+def together(x: Tensor) -> Tensor:
+    """[M, R, n, h, …] as [M, n, R·h, …]."""
+    return x.movedim(1, 2).flatten(2, 3)
