@@ -274,7 +274,13 @@ SIDES = {
 def parameters(D: int = 6, H: int = 2, d: int = 4, W: int = 4) -> reference.Params:
     P = H * d
     shapes = {f"{name}_proj.weight": (P, D) for name in "qkv"} | {f"{name}_conv": (P, W) for name in "qkv"}
-    shapes |= {"f_a.weight": (d, D), "f_b.weight": (P, d), "g_a.weight": (d, D), "g_b.weight": (P, d), "dt_bias": (P,)}
+    shapes |= {
+        "f_a_proj.weight": (d, D),
+        "f_b_proj.weight": (P, d),
+        "g_a_proj.weight": (d, D),
+        "g_b_proj.weight": (P, d),
+        "dt_bias": (P,),
+    }
     shapes |= {"b_proj.weight": (H, D), "A_log": (H,), "o_norm.weight": (d,), "o_proj.weight": (D, P)}
     return {name: torch.randn(shape, dtype=torch.float64).requires_grad_() for name, shape in shapes.items()}
 
@@ -308,14 +314,14 @@ def from_sorted(x: Tensor, p: Any, heads: int, bound: Any, documents: Any, lengt
         ops.causal_conv(project(f"{n}_proj"), p[f"{n}_conv"], documents=documents, lengths=lengths)[0] for n in "qkv"
     ]
     q, k, v = (in_heads(z).transpose(1, 2) for z in mixed)
-    f = in_heads(project("f_b", project("f_a")) + p["dt_bias"])
+    f = in_heads(project("f_b_proj", project("f_a_proj")) + p["dt_bias"])
     g = (ops.log_decay(f, p["A_log"], bound) * valid[..., None, None]).transpose(1, 2)
     beta = (torch.sigmoid(project("b_proj")) * valid.unsqueeze(-1)).transpose(1, 2)
     o, _ = ops.kda(ops.unit_vectors(q), ops.unit_vectors(k), v, g, beta, documents=documents)
     o = (
         ops.rms_norm(o, 1e-5)
         * p["o_norm.weight"]
-        * torch.sigmoid(in_heads(project("g_b", project("g_a"))).transpose(1, 2))
+        * torch.sigmoid(in_heads(project("g_b_proj", project("g_a_proj"))).transpose(1, 2))
     )
     return project("o_proj", o.transpose(1, 2).flatten(-2))
 
@@ -371,7 +377,7 @@ def test_without_a_state_it_starts_from_zeros() -> None:
     assert_same(ops.kda(*inputs), kda(*inputs, torch.zeros_like(state)), inputs)
 
 
-@pytest.mark.parametrize("tokens", [3, 70])
+@pytest.mark.parametrize("tokens", [pytest.param(3, marks=pytest.mark.full), 70])
 def test_a_compiled_call_is_the_eager_one(tokens: int) -> None:
     inputs = sample(1, 2, tokens, 4, 6)
     documents = (torch.arange(tokens) > 1).long()[None]

@@ -103,8 +103,8 @@ def row(
     T = x.shape[0]
     raw = {name: x @ params[f"{name}_proj.weight"].T for name in "qkv"}
     q, k, v = (convolution(raw[name], params[f"{name}_conv"], history[name]) for name in "qkv")
-    f = x @ params["f_a.weight"].T @ params["f_b.weight"].T + params["dt_bias"]
-    gate = x @ params["g_a.weight"].T @ params["g_b.weight"].T
+    f = x @ params["f_a_proj.weight"].T @ params["f_b_proj.weight"].T + params["dt_bias"]
+    gate = x @ params["g_a_proj.weight"].T @ params["g_b_proj.weight"].T
     b = x @ params["b_proj.weight"].T
     K, V = q.shape[1] // heads, v.shape[1] // heads
     outputs, states = [], []
