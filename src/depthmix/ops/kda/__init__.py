@@ -63,7 +63,8 @@ def kda(
         q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
         o, last = reference.kda(q, k, v, g, beta, None if state is None else state.to(dtype), documents)
         return o.to(narrow), last
-    o, last, *_ = forward_op(q, k, v, g, beta, state, documents, CHUNK)
+    size = CHUNK if q.shape[2] > CHUNK // 2 else CHUNK // 2
+    o, last, *_ = forward_op(q, k, v, g, beta, state, documents, size)
     return o, last
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.kda.blocks import inverse
-from depthmix.ops.kda.layout import before, by_chunk, chunks, decays, in_chunks, joined
+from depthmix.ops.kda.layout import Masks, before, by_chunk, chunks, decays, in_chunks, joined
 from depthmix.ops.kda.pairs import pair_gradients, pair_products, safe_block
 from depthmix.ops.reference import full_precision
 from depthmix.ops.streams import common_accumulator
@@ -47,22 +47,16 @@ def forward(
         keys_queries, values, b, masks = in_chunks(q, k, v, beta, documents, size, dtype)
         G = chunks(g, size, dtype).cumsum(-2)
         keys = keys_queries[:, 0]
-        products = pair_products(keys_queries, keys, G, safe_block(G))
-        products[:, 0].diagonal(dim1=-2, dim2=-1).zero_()
-        if masks is not None:
-            products.mul_(masks.same)
+        products = within_documents(pair_products(keys_queries, keys, G, safe_block(G)), masks)
         up, down, last = decays(G, masks)
         bars = keys * down
         hats = keys_queries.mul_(up.unsqueeze(1))  # in place: from here on the keys are needed no more
         X = inverse(b * products[:, 0]).mul_(b.mT)
-        delta = X @ values
-        first = values.new_zeros(k.shape[0] * k.shape[1], k.shape[3], v.shape[3])
-        if state is not None:
-            first.copy_(state.flatten(0, 1))
-        states = scan(delta, X @ hats[:, 0], bars, last, first)
+        shape = (*k.shape[:2], k.shape[3], v.shape[3])
+        first = (values.new_zeros(shape) if state is None else state.to(dtype)).flatten(0, 1)
+        states, delta = scan(X @ values, X @ hats[:, 0], bars, last, first)
         o = (hats[:, 1] @ before(states)).baddbmm_(products[:, 1], delta)
-    lead = v.shape[:2]
-    return joined(o, v.shape).to(v.dtype), states[:, -1].unflatten(0, lead).clone(), Saved(G, states, delta, products)
+    return joined(o, v.shape).to(v.dtype), states[:, -1].reshape(shape).clone(), Saved(G, states, delta, products)
 
 
 def backward(
@@ -77,65 +71,65 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, g, β and the first state, in the accumulator's dtype."""
     G, states, delta, products = saved
-    dtype, size = G.dtype, G.shape[-2]
+    dtype, size, S = G.dtype, G.shape[-2], before(states)
     with full_precision(q.device):
         keys_queries, values, b, masks = in_chunks(q, k, v, beta, documents, size, dtype)
-        of_o, S, keys = chunks(grad, size, dtype), before(states), keys_queries[:, 0]
+        keys, of_o = keys_queries[:, 0], chunks(grad, size, dtype)
         up, down, last = decays(G, masks)
         hats, X = keys_queries * up.unsqueeze(1), inverse(b * products[:, 0])
-        of_delta, of_states = products[:, 1].mT @ of_o, hats[:, 1].mT @ of_o  # so far, without what comes later
-        W = (X * b.mT) @ hats[:, 0]
+        local, through = products[:, 1].mT @ of_o, hats[:, 1].mT @ of_o
         end = torch.zeros_like(states[:, 0]) if grad_state is None else grad_state.flatten(0, 1).to(dtype)
-        of_states = scan_back(of_delta, of_states, W, keys * down, last, end)
-        E = X.mT @ of_delta
+        of_states, of_delta = scan_back(local, through, (X * b.mT) @ hats[:, 0], keys * down, last, end)
+        E, later = X.mT @ of_delta, of_states[:, 1:].flatten(0, 1)
         of_values, missing = b * E, torch.baddbmm(values, hats[:, 0], S, alpha=-1)
-        of_products = torch.stack([-(E @ delta.mT), of_o @ delta.mT], 1).tril_()
-        of_products[:, 0].diagonal(dim1=-2, dim2=-1).zero_()
-        if masks is not None:
-            of_products.mul_(masks.same)
+
+        of_products = within_documents(torch.stack([-(E @ delta.mT), of_o @ delta.mT], 1).tril_(), masks)
         of_beta = (E * missing).sum(-1) + (of_products[:, 0] * products[:, 0]).sum(-1)
         of_products[:, 0].mul_(b)
         of_rows, of_cols = pair_gradients(of_products, keys_queries, keys, G, safe_block(G))
         of_keys, of_queries = of_rows.unbind(1)
-        of_queries.addcmul_(of_o @ S.mT, up)
         of_keys.addcmul_(of_values @ S.mT, up, value=-1)
-        later = of_states[:, 1:].flatten(0, 1)
+        of_queries.addcmul_(of_o @ S.mT, up)
         of_bars = (delta @ later.mT).mul_(down)
         of_cols += of_bars
+
         of_G = (of_keys - of_cols).mul_(keys).addcmul_(keys_queries[:, 1], of_queries)
         of_G[:, -1] += (keys * of_bars).sum(-2) + (last * later * S).sum(-1)
         of_g = of_G.flip(-2).cumsum(-2).flip(-2)
         of_queries *= k.shape[-1] ** -0.5
-    back = [joined(x, q.shape) for x in (of_queries, of_keys + of_cols)]
-    return (
-        *back,
-        joined(of_values, v.shape),
-        joined(of_g, q.shape),
-        joined(of_beta.unsqueeze(-1), (*beta.shape, 1)).squeeze(-1),
-        of_states[:, 0].unflatten(0, beta.shape[:2]).clone(),
-    )
+    of_tokens = (of_queries, of_keys + of_cols, of_values, of_g, of_beta)
+    shapes = (q.shape, k.shape, v.shape, k.shape, beta.shape)
+    of_state = of_states[:, 0].unflatten(0, beta.shape[:2]).clone()
+    return *(joined(x, shape) for x, shape in zip(of_tokens, shapes, strict=True)), of_state
 
 
-def scan(delta: Tensor, W: Tensor, bars: Tensor, last: Tensor, state: Tensor) -> Tensor:
-    """All states [B·H, N + 1, K, V]. Makes Δ, in place, of `delta`, which holds X Diag(β) V."""
-    changes, w, writes, keeps = (by_chunk(x, len(state)) for x in (delta, W, bars.mT, last))
-    states = state.new_empty(len(state), len(changes) + 1, *state.shape[1:])
-    states[:, 0] = state
+def within_documents(products: Tensor, masks: Masks | None) -> Tensor:
+    """Products [M, 2, C, C], or their gradients, with a zero for a token with itself in a, and across documents."""
+    products[:, 0].diagonal(dim1=-2, dim2=-1).zero_()
+    return products if masks is None else products.mul_(masks.same)
+
+
+def scan(new: Tensor, W: Tensor, bars: Tensor, last: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """All states [B·H, N + 1, K, V] and Δ [M, C, V], from `new`, which holds X Diag(β) V.
+
+    Every step makes dense tensors of its own: products into slices of a larger one would run matrix by matrix.
+    """
+    changes, w, writes, keeps = (by_chunk(x, len(state)) for x in (new, W, bars.mT, last))
+    states, deltas = [state], []
     for n, change in enumerate(changes):
-        change.baddbmm_(w[n], state, alpha=-1)
-        state = (state * keeps[n]).baddbmm_(writes[n], change)
-        states[:, n + 1] = state
-    return states
+        deltas.append(torch.baddbmm(change, w[n], states[-1], alpha=-1))
+        states.append((states[-1] * keeps[n]).baddbmm_(writes[n], deltas[-1]))
+    return torch.stack(states, 1), torch.stack(deltas, 1).flatten(0, 1)
 
 
-def scan_back(of_delta: Tensor, local: Tensor, W: Tensor, bars: Tensor, last: Tensor, grad_state: Tensor) -> Tensor:
-    """Gradients of all states, from those through Q̂ S in `local` [M, K, V]. Completes `of_delta`, in place."""
-    heads = len(grad_state)
-    changes, through, w, writes, keeps = (by_chunk(x, heads) for x in (of_delta, local, W.mT, bars, last))
-    of_states = local.new_empty(heads, len(changes) + 1, *local.shape[1:])
-    of_states[:, -1] = grad_state
+def scan_back(
+    local: Tensor, through: Tensor, W: Tensor, bars: Tensor, last: Tensor, grad_state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of all states and of Δ, from those through P Δ in `local` [M, C, V] and Q̂ S in `through` [M, K, V]."""
+    changes, reads, w, writes, keeps = (by_chunk(x, len(grad_state)) for x in (local, through, W.mT, bars, last))
+    of_states, of_deltas = [grad_state], []
     for n in reversed(range(len(changes))):
-        changes[n].baddbmm_(writes[n], grad_state)
-        grad_state = torch.addcmul(through[n], grad_state, keeps[n]).baddbmm_(w[n], changes[n], alpha=-1)
-        of_states[:, n] = grad_state
-    return of_states
+        of_deltas.append(torch.baddbmm(changes[n], writes[n], of_states[-1]))
+        below = torch.addcmul(reads[n], of_states[-1], keeps[n])
+        of_states.append(below.baddbmm_(w[n], of_deltas[-1], alpha=-1))
+    return torch.stack(of_states[::-1], 1), torch.stack(of_deltas[::-1], 1).flatten(0, 1)
