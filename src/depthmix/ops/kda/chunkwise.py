@@ -6,9 +6,10 @@ Within a chunk, G_t = Σ_{j≤t} g_j, S is the state before it and s = K^(−1/2
     K̂ = e^G ⊙ K,  Q̂ = s e^G ⊙ Q,  K̄ = e^{G_C − G} ⊙ K,  X = (I + Diag(β) a)^{−1},  W = X Diag(β) K̂
     Δ = X Diag(β) V − W S;   O = Q̂ S + P Δ;   S' = Diag(e^{G_C}) S + K̄ᵀ Δ
 
-Only Δ and S' are computed chunk by chunk, everything else for all chunks at once. The last chunk is filled with tokens
-that change nothing: k = 0, β = 0, g = 0. Documents multiply by constants: a and P where a pair is of one document, K̂
-and Q̂ where a token is of the state's document, K̄ where it is of the last token's, e^{G_C} where these two are one.
+G is kept in powers of two: e^g = 2^(g log₂ e). Only Δ and S' are computed chunk by chunk, everything else for all
+chunks at once. The last chunk is filled with tokens that change nothing: k = 0, β = 0, g = 0. Documents multiply by
+constants: a and P where a pair is of one document, K̂ and Q̂ where a token is of the state's document, K̄ where it is of
+the last token's, e^{G_C} where these two are one.
 
 Axes: B batch, H head, T token, N chunk, C token of a chunk, M = B·H·N, K channel of a key, V channel of a value.
 """
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.kda.blocks import inverse
-from depthmix.ops.kda.layout import Masks, before, by_chunk, chunks, decays, in_chunks, joined
+from depthmix.ops.kda.layout import Masks, before, by_chunk, chunks, cumulated, decays, in_chunks, joined
 from depthmix.ops.kda.pairs import pair_gradients, pair_products, safe_block
 from depthmix.ops.reference import full_precision
 from depthmix.ops.streams import common_accumulator
@@ -45,7 +46,7 @@ def forward(
     dtype = common_accumulator(q, k, v, g, beta, state)
     with full_precision(q.device):
         keys_queries, values, b, masks = in_chunks(q, k, v, beta, documents, size, dtype)
-        G = chunks(g, size, dtype).cumsum(-2)
+        G = cumulated(g, size, dtype)
         keys = keys_queries[:, 0]
         products = within_documents(pair_products(keys_queries, keys, G, safe_block(G)), masks)
         up, down, last = decays(G, masks)

@@ -1,8 +1,8 @@
 """Products of all pairs of tokens in a chunk under a decay of every channel, and the gradients of these products.
 
-    M[t, i] = Σ_c x[t, c] y[i, c] exp(G[t, c] − G[i, c])     for i ≤ t, with G falling from token to token
+    M[t, i] = Σ_c x[t, c] y[i, c] 2^(G[t, c] − G[i, c])     for i ≤ t, with G falling from token to token
 
-exp(G) · exp(−G) would overflow: a chunk may lose far more than the 88 that float32 can hold. So a chunk is divided into
+2^G · 2^(−G) would overflow: a chunk may lose far more than the 127 that float32 can hold. So a chunk is divided into
 blocks. Within a block both factors are taken relative to its middle; it is as large as float32 allows, one token if it
 must. Pairs of different blocks are found by halving: the right half of a larger block against its left half, both
 relative to the end of the left half, so that no exponent is positive.
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from depthmix.ops.kda.blocks import blocks, diagonal_blocks, halves, lower_blocks
+from depthmix.ops.kda.layout import power
 
-ROOM = {torch.float32: 60.0, torch.float64: 300.0}  # largest exponent; the rest of the range is for the numbers
+ROOM = {torch.float32: 86.0, torch.float64: 430.0}  # largest exponent; the rest of the range is for the numbers
 
 
 def safe_block(G: Tensor) -> int:
@@ -75,7 +76,7 @@ def pair_gradients(grad: Tensor, rows: Tensor, cols: Tensor, G: Tensor, block: i
 def centred(rows: Tensor, cols: Tensor, G: Tensor, block: int) -> tuple[Tensor, ...]:
     """Of every block: rows [M, n, R·h, K] and columns [M, n, h, K] times their factors, then the two factors."""
     parts, middle = blocks(G, block), middle_of(block)
-    up = (parts - parts[..., middle : middle + 1, :]).exp_()
+    up = power(parts - parts[..., middle : middle + 1, :])
     down = up.reciprocal()
     return scaled(blocks(rows, block), up), blocks(cols, block) * down, up, down
 
@@ -84,7 +85,7 @@ def joining(rows: Tensor, cols: Tensor, G: Tensor, half: int) -> tuple[Tensor, .
     """The same for right halves as rows and left halves as columns."""
     (late, early), parts = halved(rows, cols, half), blocks(G, 2 * half)
     end = parts[..., half - 1 : half, :]
-    up, down = (parts[..., half:, :] - end).exp_(), (end - parts[..., :half, :]).exp_()
+    up, down = power(parts[..., half:, :] - end), power(end - parts[..., :half, :])
     return scaled(late, up), early * down, up, down
 
 
