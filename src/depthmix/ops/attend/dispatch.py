@@ -99,7 +99,7 @@ def sharing_pays(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions
 def takes_fused(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions) -> bool:
     """Whether this single read uses the fused kernel. If only its package is missing, a warning is given once."""
     choice = chosen()
-    if choice not in ("auto", "fused") or (choice == "auto" and not sources[0].is_cuda):
+    if choice not in ("auto", "fused") or (choice == "auto" and not fused.on_gpu(sources[:1])):
         return False
     why = fused.obstacle(sources, folded, options)
     if why and chosen() == "fused":
