@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # taken in another order) unless a loss is bad, and how a bad loss was handled is in the metrics.
 FREE = (
     *("data.folder", "run.folder", "run.keep", "run.checkpoint_every", "run.asynchronous", "run.tracker"),
+    "model.from_hf",  # its digest decides
     *("run.on_bad_loss", "run.bad_loss_factor", "run.recompute"),
 )
 FREE_PART = "parallel."
@@ -52,7 +53,7 @@ def leaves(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
 
 def difference(old: TrainConfig, new: TrainConfig) -> list[str]:
     """The fields that decide the result and differ, one line for each."""
-    before, after = (dict(leaves({**config.to_dict(), "model": config.model.canonical()})) for config in (old, new))
+    before, after = (dict(leaves(config.deciding(config.model.canonical()))) for config in (old, new))
     keys = sorted(key for key in {*before, *after} if not is_free(key))
     return [
         f"{key}: was {before.get(key)!r}, is now {after.get(key)!r}"
