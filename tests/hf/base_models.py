@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import transformers
 
 from depthmix.data import ByteTokenizer
 from depthmix.hf.tokenizer import from_tokenizer
+from depthmix.training import TrainConfig, override, retrofit_config
+from tests.runs import SMALL
 
 SIZES: dict[str, Any] = {
     "vocab_size": 260,
@@ -46,3 +49,21 @@ def save_base(folder: Path, kind: str = "qwen3", **changes: Any) -> Any:
     model.save_pretrained(folder)
     from_tokenizer(ByteTokenizer()).save_pretrained(folder)
     return model
+
+
+def continued_run(folder: Path, mixer: str = "block_attnres", *, kind: str = "qwen3", **changes: Any) -> TrainConfig:
+    """A run of the model in the folder `base` beside it, which is made if it is not there; changes as in `tiny_run`."""
+    base, text = folder.parent / "base", folder.parent / "text.txt"
+    if not base.is_dir():
+        save_base(base, kind)
+    if not text.is_file():
+        words = random.Random(0)
+        choice = ["depth", "mixes", "what", "a", "layer", "reads"]
+        text.write_text("\n".join(" ".join(words.choice(choice) for _ in range(30)) for _ in range(100)))
+    given = {name: changes.pop(name) for name in ("freeze_base", "blend", "tokenizer") if name in changes}
+    config = retrofit_config(str(base), mixer, run=str(folder), **given)
+    where = {"data.source": str(text), "data.folder": str(folder.parent / "tokens"), "data.validation": 0.2}
+    quick = {"optimizer.lr": 1e-2, "schedule.warmup": 0.0}
+    for key, value in {**where, **SMALL, **quick, **{k.replace("__", "."): v for k, v in changes.items()}}.items():
+        config = override(config, key, value)
+    return config

@@ -72,7 +72,7 @@ def run(
     if not ranks.main_process():
         return 0
     if export is not None:
-        export_model(whole, export, config, tokenizer_file(folder, data))
+        export_model(whole, export, config, folder=folder, tokenizer=tokenizer_file(folder, data))
     if json:
         print(json_format.dumps({"run": str(folder), "on": str(file or "validation"), **result._asdict()}, indent=2))
     else:

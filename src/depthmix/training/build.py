@@ -144,13 +144,18 @@ def disk_errors() -> Iterator[None]:
         raise OSError(str(error)) from error
 
 
-def export(model: nn.Module | None, directory: Path, config: TrainConfig, tokenizer: Path | None = None) -> None:
-    """Save weights, configuration and tokenizer for `depthmix generate`; None on all ranks but one."""
+def export(
+    model: nn.Module | None, directory: Path, config: TrainConfig, *, folder: Path, tokenizer: Path | None = None
+) -> None:
+    """Save weights, configuration and tokenizer for `depthmix generate`; `model` is None on all ranks but one.
+
+    `folder` is that of the run, which may have been moved.
+    """
     if model is None:
         return
     with disk_errors():
         if isinstance(config.model, RetrofitConfig):
-            export_retrofit(model, directory, config, config.model)
+            export_retrofit(model, directory, folder, config, tokenizer)
             return
         assert isinstance(model, Decoder)
         save_model(model, directory)

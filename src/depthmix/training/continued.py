@@ -76,7 +76,8 @@ def retrofit_rate(model: RetrofitConfig) -> float:
 
 
 def check_retrofit(config: TrainConfig, model: RetrofitConfig) -> None:
-    """Whether rows and token ids fit the model; before any token is prepared."""
+    """Whether the folder is what it was, and rows and token ids fit the model; before any token is prepared."""
+    check_unchanged(model)
     data = config.data
     if data.tokens_per_row >= model.positions:
         raise ValueError(
@@ -111,7 +112,6 @@ def distribute_retrofit(
     from depthmix.hf.base import copy_companions, load_folder
     from depthmix.hf.continued import ContinuedModel, draw_mixers, wrapped
 
-    check_unchanged(model)
     size = 4 * count_parameters(model).total * (2 if dtype == torch.float64 else 1)
     check_memory(f"the parameters of {model.from_hf}", size, "Choose a smaller model")
     base = Path(config.run.folder) / BASE
@@ -133,7 +133,7 @@ def distribute_retrofit(
 
 def check_unchanged(model: RetrofitConfig) -> None:
     """The folder must hold what the run began with."""
-    from depthmix.hf.base import digest_of_folder
+    from depthmix.hf.base import digest_of_folder, sizes_of_folder
 
     if not model.path.is_dir():
         raise FileNotFoundError(
@@ -145,6 +145,9 @@ def check_unchanged(model: RetrofitConfig) -> None:
             f"{model.from_hf} has changed since the run began (digest {digest[:12]}, expected {model.digest[:12]}): "
             "its configuration, weights or tokenizer are others. Restore them, or begin another run"
         )
+    for name, size in sizes_of_folder(model.path)._asdict().items():
+        if (given := getattr(model, name)) != size:
+            raise ValueError(f"model.{name}={given}; expected {size}, that of the folder {model.from_hf}")
 
 
 def is_retrofit(folder: Path) -> bool:
@@ -186,18 +189,18 @@ def parameter_type(config: TrainConfig) -> torch.dtype:
     return torch.float64 if config.run.precision == "float64" else torch.float32
 
 
-def export_retrofit(module: Any, directory: Path, config: TrainConfig, model: RetrofitConfig) -> None:
+def export_retrofit(module: Any, directory: Path, folder: Path, config: TrainConfig, tokenizer: Path | None) -> None:
     """Save a model of a run with the tokenizer that it was trained with, for the Auto classes of transformers."""
     from depthmix.hf.continued import save_continued
     from depthmix.hf.tokenizer import from_tokenizer
 
-    base = Path(config.run.folder) / BASE
-    given = None if config.uses_own_tokenizer else config.data.path / TOKENIZER_FILE
-    with tempfile.TemporaryDirectory() as folder:
+    assert isinstance(config.model, RetrofitConfig)
+    given = None if config.uses_own_tokenizer else tokenizer
+    with tempfile.TemporaryDirectory() as made:
         if config.data.tokenizer == "bytes":
-            from_tokenizer(ByteTokenizer()).save_pretrained(folder)
-            given = Path(folder) / TOKENIZER_FILE
-        save_continued(module, directory, base, given, plain=model.is_plain)
+            from_tokenizer(ByteTokenizer()).save_pretrained(made)
+            given = Path(made) / TOKENIZER_FILE
+        save_continued(module, directory, folder / BASE, given, plain=config.model.is_plain)
 
 
 def check_retrofit_files(directory: Path) -> None:

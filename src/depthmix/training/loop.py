@@ -62,7 +62,8 @@ def train(
         run = begin(config, layout, device, report)
         try:
             run_steps(run)
-            export(run.model.whole(), run.folder / "final", config, run.corpus.folder / "tokenizer.json")
+            tokenizer = run.corpus.folder / "tokenizer.json"
+            export(run.model.whole(), run.folder / "final", config, folder=run.folder, tokenizer=tokenizer)
             return write_result(run.folder, make_result(run))
         finally:
             run.close()

@@ -50,6 +50,8 @@ class RetrofitConfig:
         check_fields(self)
         for name in SIZES:
             check_range(name, getattr(self, name), 1)
+        if self.freeze_base and self.is_plain:
+            raise ValueError("freeze_base=True with mixer residual; expected a mechanism: nothing would be trained")
         self.mixers()
 
     @classmethod
