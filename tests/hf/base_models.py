@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from depthmix.data import ByteTokenizer
+from depthmix.hf.base import without_bars
 from depthmix.hf.tokenizer import from_tokenizer
 from depthmix.training import TrainConfig, override, retrofit_config
 from tests.runs import SMALL
@@ -46,7 +47,8 @@ def base_model(kind: str = "qwen3", **changes: Any) -> Any:
 def save_base(folder: Path, kind: str = "qwen3", **changes: Any) -> Any:
     """The model, saved with a tokenizer of bytes in the form of transformers."""
     model = base_model(kind, **changes)
-    model.save_pretrained(folder)
+    with without_bars():
+        model.save_pretrained(folder)
     from_tokenizer(ByteTokenizer()).save_pretrained(folder)
     return model
 

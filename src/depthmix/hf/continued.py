@@ -5,6 +5,7 @@ Axes: B batch, T token.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from depthmix.hf.base import TOKENIZER, copy_companions, empty_model, without_bars
@@ -47,6 +49,11 @@ class ContinuedModel:
 
     def units(self) -> list[nn.Module]:
         return [*layers_of(self.module)]
+
+    def recompute_layers(self) -> None:
+        """Activation checkpointing of each layer; never reentrant, which would drop gradients of the mixers."""
+        function = functools.partial(checkpoint, use_reentrant=False)
+        self.module._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean next-token loss of tokens [B, T]; in training with the loss by which the family balances its experts."""

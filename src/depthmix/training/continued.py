@@ -120,10 +120,11 @@ def distribute_retrofit(
     loaded = load_folder(model.path, dtype)
     module = wrapped(loaded, model.wrapping(), freeze_base=model.freeze_base)
     draw_mixers(module, seed)
+    part = ContinuedModel(module, base)
     if config.run.recompute:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        part.recompute_layers()
     return ShardedModel(
-        ContinuedModel(module, base),
+        part,
         layout,
         device,
         compile=config.run.compile,
@@ -135,12 +136,7 @@ def check_unchanged(model: RetrofitConfig) -> None:
     """The folder must hold what the run began with."""
     from depthmix.hf.base import digest_of_folder, sizes_of_folder
 
-    if not model.path.is_dir():
-        raise FileNotFoundError(
-            f"{model.from_hf} is not there, the model that this run began with. Restore it, or say where it is now: "
-            "depthmix train --folder RUN --from-hf FOLDER"
-        )
-    if (digest := digest_of_folder(model.path)) != model.digest:
+    if (digest := digest_of_folder(model.existing_path())) != model.digest:
         raise ValueError(
             f"{model.from_hf} has changed since the run began (digest {digest[:12]}, expected {model.digest[:12]}): "
             "its configuration, weights or tokenizer are others. Restore them, or begin another run"

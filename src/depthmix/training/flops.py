@@ -17,6 +17,6 @@ def flops_per_token(config: ModelConfig, tokens_per_row: int) -> int:
     if isinstance(config, RetrofitConfig):
         from depthmix.hf.counting import count
 
-        return count(config.path, config.wrapping()).flops_per_token(tokens_per_row)
+        return count(config.existing_path(), config.wrapping()).flops_per_token(tokens_per_row)
     attention = 2 * config.heads * config.width * (tokens_per_row + 1) * len(config.layer_order)
     return 3 * (2 * count_multiplied(config) + attention + mixing_flops(config))

@@ -71,6 +71,14 @@ class RetrofitConfig:
     def path(self) -> Path:
         return user_path(self.from_hf)
 
+    def existing_path(self) -> Path:
+        if not self.path.is_dir():
+            raise FileNotFoundError(
+                f"{self.from_hf} is not there, the model that this run began with. Restore it, or say where it is now: "
+                "depthmix train --folder RUN --from-hf FOLDER"
+            )
+        return self.path
+
     @property
     def is_plain(self) -> bool:
         """Whether the model is what it was: without a mechanism."""
@@ -142,4 +150,4 @@ def count_parameters(config: ModelConfig) -> Counts:
         return count_decoder(config)
     from depthmix.hf.counting import count
 
-    return count(config.path, config.wrapping()).counts
+    return count(config.existing_path(), config.wrapping()).counts
