@@ -32,14 +32,13 @@ from depthmix.training.build import layout_of, open_run  # noqa: E402
 from tests.hf.base_models import CONFIGS, continued_run, save_base  # noqa: E402
 
 CPU = torch.device("cpu")
+FAST = ("residual", "attnres+value_residual")
 KEEPING = ["residual", "block_attnres", "depth_attention", "attnres+value_residual", "mhc"]
 
 
 def first_batch(config: TrainConfig) -> torch.Tensor:
     data = config.data
-    batches = Batches(
-        open_corpus(data).train, tokens_per_row=data.tokens_per_row, rows=data.rows, seed=config.run.seed
-    )
+    batches = Batches(open_corpus(data).train, tokens_per_row=data.tokens_per_row, rows=data.rows, seed=config.run.seed)
     return next(iter(batches))
 
 
@@ -55,7 +54,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     return config
 
 
-@pytest.mark.parametrize("mixer", KEEPING)
+@pytest.mark.parametrize(
+    "mixer", [pytest.param(name, marks=() if name in FAST else pytest.mark.full) for name in KEEPING]
+)
 def test_the_first_loss_is_that_of_transformers(mixer: str, tmp_path: Path) -> None:
     quiet = {"run__validate_batches": 1, "run__depth_every": 0, "run__snapshot_every": 0}
     config = continued_run(tmp_path / "run", mixer, run__steps=1, **quiet)
@@ -138,7 +139,7 @@ def test_without_a_mechanism_transformers_alone_reads_the_result(tmp_path: Path)
     assert torch.allclose(loaded(tokens).logits, load_run(tmp_path / "run")(tokens).logits, atol=1e-6)
 
 
-@pytest.mark.parametrize("mixer", ["attnres", "depth_attention"])
+@pytest.mark.parametrize("mixer", ["attnres", pytest.param("depth_attention", marks=pytest.mark.full)])
 def test_a_frozen_base_keeps_its_bits(mixer: str, tmp_path: Path) -> None:
     config = continued_run(tmp_path / "run", mixer, freeze_base=True)
     train(config)
@@ -179,12 +180,22 @@ def test_a_run_that_is_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def test_the_same_seed_starts_and_another_seed_reads_in_another_order(tmp_path: Path) -> None:
+def drawn(config: TrainConfig) -> torch.Tensor:
+    """Parameters of a mixer that start at random."""
+    run = begin(config, layout_of(config), CPU, lambda event: None)
+    run.close()
+    return next(p.detach() for name, p in run.model.named_parameters() if name.endswith("1.projection"))
+
+
+def test_a_seed_decides_the_order_of_the_data_and_what_is_random_in_a_mixer(tmp_path: Path) -> None:
     quiet = {"run__steps": 1, "run__depth_every": 0, "run__snapshot_every": 0}
-    for name, seed in (("one", 0), ("two", 1), ("three", 1)):
+    for name, seed in (("one", 0), ("two", 1)):
         train(continued_run(tmp_path / name, "residual", run__seed=seed, **quiet))
-    first = [lines(tmp_path / name, "train")[0]["loss"] for name in ("one", "two", "three")]
-    assert first[0] != first[1] == first[2]
+    first = [lines(tmp_path / name, "train")[0]["loss"] for name in ("one", "two")]
+    assert first[0] != first[1]
+    mixers = [drawn(continued_run(tmp_path / name, "mhc", run__seed=seed)) for name, seed in (("a", 0), ("b", 0))]
+    assert torch.equal(*mixers)
+    assert not torch.equal(mixers[0], drawn(continued_run(tmp_path / "c", "mhc", run__seed=1)))
 
 
 # What reads a run.
@@ -215,7 +226,7 @@ def test_traces_cuts_and_scores_take_the_model_of_a_run(finished: TrainConfig) -
     assert score(model, tokens[0], 16, 16, 1).loss == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("mixer", ["residual", "block_attnres", "depth_attention"])
+@pytest.mark.parametrize("mixer", ["residual", "block_attnres+depth_attention"])
 def test_generated_texts_are_those_of_transformers(mixer: str, tmp_path: Path) -> None:
     config = continued_run(tmp_path / "run", mixer, run__steps=2, run__validate_batches=1)
     train(config)
@@ -385,6 +396,24 @@ def test_what_does_not_fit_is_refused_before_training(
     assert main(["train", *given, *mixer, *flags]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("parallel.tp", 2, "parallel.tp=2 with a model of transformers"),
+        ("parallel.pp", 2, "parallel.pp=2 with a model of transformers"),
+        ("data.rows", 3, "data.rows=3 over 2 data-parallel ranks"),
+        ("run.compile", True, "run.compile=true on several processes"),
+    ],
+)
+def test_two_processes_refuse_what_they_cannot_do(
+    key: str, value: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = override(continued_run(tmp_path / "run"), key, value)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=words):
+        layout_of(config)
 
 
 def test_a_wrapped_model_is_not_wrapped_again(finished: TrainConfig, capsys: pytest.CaptureFixture[str]) -> None:

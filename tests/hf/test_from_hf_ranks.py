@@ -18,7 +18,13 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from tests.hf.base_models import continued_run  # noqa: E402
 
 pytestmark = pytest.mark.full
-STEPS = {"run__steps": 10, "run__validate_every": 5, "run__checkpoint_every": 2, "run__snapshot_every": 0}
+STEPS = {
+    "run__steps": 10,
+    "run__validate_every": 5,
+    "run__checkpoint_every": 2,
+    "run__snapshot_every": 0,
+    "run__validate_batches": 1,
+}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # mixer, layout, changes
     "residual": ("residual", {"fsdp": 2}, {}),
     "block_attnres, values": ("block_attnres+value_residual", {"fsdp": 2}, {"mixer__num_blocks": 2}),
@@ -87,9 +93,3 @@ def test_a_run_moves_from_two_processes_to_one_and_back(kind: str, tmp_path: Pat
     for kind_of_line in ("train", "validation"):
         one, moved = (curves(tmp_path / name, kind_of_line) for name in ("alone", "run"))
         assert moved == pytest.approx(one, rel=1e-5)
-
-
-def test_tensor_parallelism_and_pipelines_are_refused_on_every_rank(tmp_path: Path) -> None:
-    for name in ("tp", "pp"):
-        with pytest.raises(AssertionError, match=f"parallel.{name}=2 with a model of transformers"):
-            follow(continued_run(tmp_path / name), 2, {name: 2}, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -66,6 +67,8 @@ class ShardedModel(DistributedModel):
         if self.mesh is None:
             self.autocasts = bfloat16
         else:
+            # The state over depth passes through layers that do not change it. Nothing writes into it in place.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
             mesh = self.mesh["fsdp"] if layout.replicate == 1 else self.mesh["replicate", "fsdp"]
             shard_units(part.units(), part.module, mesh, bfloat16)
         self.parts: dict[int, Any] = {0: part}
