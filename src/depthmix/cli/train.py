@@ -7,23 +7,24 @@ import json as json_format
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from depthmix.cli.processes import BY_DEFAULT, Processes
 from depthmix.cli.shared import SET, Data, Several, flag, print_result, switch
+from depthmix.cli.train_progress import TrainingProgress
 from depthmix.models import DecoderConfig
 from depthmix.ops import keep_freed_memory
 from depthmix.parallel.ranks import main_process
 from depthmix.support.checks import split_pair
-from depthmix.support.terminal import Progress, format_duration, say
+from depthmix.support.terminal import format_duration, say
 from depthmix.training import (
     BadLoss,
     CheckpointError,
     Interrupted,
     Result,
+    RetrofitConfig,
     TrainConfig,
     override,
     preset_config,
@@ -37,7 +38,6 @@ from depthmix.training.estimate import estimate_seconds
 from depthmix.training.manifest import list_checkpoints, step_of
 from depthmix.training.overrides import check_excluding, override_all
 from depthmix.training.recipes import RULE, chosen_mixers, describe_recipe
-from depthmix.training.retrofit import RetrofitConfig
 
 DAY = 86_400.0  # seconds
 
@@ -170,7 +170,9 @@ def run(
     processes: Processes = BY_DEFAULT,
     run: Run = Run(),
 ) -> int:
-    """Train a decoder, or a model of transformers further. Progress goes to stderr, the result to stdout.
+    """Train a decoder, or a model of Hugging Face transformers further.
+
+    Progress goes to stderr, the result to stdout.
 
     On several processes: torchrun --nproc-per-node 4 -m depthmix train --tp 2 …, with the flags of the part
     "processes"; any product of them. The result does not depend on them.
@@ -318,6 +320,8 @@ def resolve_config(
         else:
             optimizer = keys.get("optimizer.name", "muon")
             config = TrainConfig.from_dial(dial, mixer or "residual", optimizer=optimizer, **sizes)
+    if model.freeze_base and isinstance(config.model, DecoderConfig):
+        raise ValueError("--freeze-base without --from-hf; expected both: a new decoder has no base to freeze")
     recipe_tokens = config.run.steps * config.tokens_per_step
     config = override_all(config, [*pairs, *([] if folder is None else [("run.folder", str(folder))])])
     check_excluding(config, keys)
@@ -375,52 +379,3 @@ def parse_whole(name: str, value: str) -> int:
     if not value.isdigit():
         raise ValueError(f"model.{name}={value}; expected a whole number")
     return int(value)
-
-
-class TrainingProgress:
-    """Progress of a run from its events: a bar on a terminal, else a line for every `every`-th step."""
-
-    def __init__(self, config: TrainConfig, every: int, seconds: Callable[[int], float]) -> None:
-        self.config, self.every, self.seconds = config, max(1, every), seconds
-        self.display: Progress | None = None  # before the first event nothing has begun
-        self.steps, self.validation = config.run.steps, ""
-
-    def report(self, event: Mapping[str, Any]) -> None:
-        kind, step = event["kind"], event["step"]
-        if kind == "begin":
-            self.begin(event)
-        elif kind == "validation":
-            self.validation = f", validation {event['loss']:.4f}"
-            say(f"step {step}/{self.steps}{self.validation}, {event['bits_per_byte']:.4f} bits per byte")
-        elif kind == "skipped":
-            say(f"step {step}/{self.steps} skipped: {event['problem']}")
-        elif kind == "train" and self.display is not None:
-            self.show_step(self.display, event)
-
-    def begin(self, event: Mapping[str, Any]) -> None:
-        """Before the first step: the model, how much data it will see, and roughly how long that takes."""
-        first, tokens = event["step"], self.steps * self.config.tokens_per_step
-        epochs = tokens / event["train_tokens"]
-        say(f"model: {event['parameters']:,} parameters{'; ' + event['layout'] if event['layout'] else ''}")
-        say(
-            f"training: {tokens:,} tokens in {self.steps:,} steps of {self.config.tokens_per_step:,}, "
-            f"{epochs:.3g} epochs of {event['train_tokens']:,} tokens"
-        )
-        if event["processes"]:
-            say(f"processes: {event['processes']}")
-        resumed = f"resuming after step {first:,}; " if first else ""
-        duration = format_duration(self.seconds(self.steps - first))
-        say(f"{resumed}estimated time: {duration}, from the speed of matrix products on this machine")
-        self.display = Progress(self.steps, first=first, every=0)
-
-    def show_step(self, display: Progress, event: Mapping[str, Any]) -> None:
-        step, speed = event["step"], f"{event['tokens_per_second']:,.0f} tokens/s"
-        position = f"step {step}/{self.steps}, loss {event['loss']:.4f}"
-        if display.on_terminal:
-            display.update(step, f"{position}{self.validation}, {speed}")
-        elif step % self.every == 0 or step == self.steps:
-            display.update(step, f"{position}, lr {event['lr']:.3g}, gradient norm {event['grad_norm']:.3g}, {speed}")
-
-    def end(self) -> None:
-        if self.display is not None:
-            self.display.close()

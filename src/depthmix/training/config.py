@@ -205,6 +205,7 @@ class TrainConfig:
             raise ValueError(f"unknown sections {', '.join(extra)}; expected some of {', '.join(hints)}")
         if "model" not in values:
             raise ValueError("the section [model] is missing; expected a configuration that `depthmix train` wrote")
+        hints["model"] = DecoderConfig  # for the message
         for name, part in values.items():
             if not isinstance(part, Mapping):
                 raise ValueError(f"{name}={part!r}; expected its fields, such as {name}.{field_names(hints[name])[0]}")

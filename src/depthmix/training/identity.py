@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 # taken in another order) unless a loss is bad, and how a bad loss was handled is in the metrics.
 FREE = (
     *("data.folder", "run.folder", "run.keep", "run.checkpoint_every", "run.asynchronous", "run.tracker"),
-    "model.from_hf",  # its digest decides
     *("run.on_bad_loss", "run.bad_loss_factor", "run.recompute"),
 )
 FREE_PART = "parallel."
+FREE_FOLDER = "model.from_hf"  # of a model of transformers: its digest decides
 
 
 def is_free(key: str) -> bool:
-    return key in FREE or key.startswith(FREE_PART)
+    return key in (*FREE, FREE_FOLDER) or key.startswith(FREE_PART)
 
 
 # Fields added after 0.1.0, with the value that keeps the earlier behaviour: with it the digest stays the same.

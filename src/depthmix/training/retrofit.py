@@ -11,8 +11,8 @@ from typing import Any
 
 from depthmix.mechanisms import MixerConfig, kv_mechanism, make_config, mechanism, retrofit_options
 from depthmix.models import Choice, DecoderConfig
+from depthmix.models import count_parameters as count_decoder
 from depthmix.models.counting import Counts
-from depthmix.models.counting import count_parameters as count_decoder
 from depthmix.support.checks import check_fields, check_range, user_path
 
 KIND = "from_hf"  # the field by which files tell this kind of model from a decoder
