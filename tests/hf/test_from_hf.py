@@ -421,6 +421,18 @@ def test_a_wrapped_model_is_not_wrapped_again(finished: TrainConfig, capsys: pyt
     assert "has a mechanism of depthmix already" in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_save_that_was_killed_leaves_nothing_and_a_foreign_base_is_not_used(tmp_path: Path) -> None:
+    config = continued_run(tmp_path / "run", "residual", run__steps=1)
+    for name in ("final.123.part", "final.123.old", "finally.part"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run" / "base").mkdir()
+    with pytest.raises(ValueError, match="is not the copy of"):
+        train(config)
+    (tmp_path / "run" / "base").rmdir()
+    train(config)
+    assert sorted(path.name for path in (tmp_path / "run").glob("final*")) == ["final", "finally.part"]
+
+
 def test_a_damaged_result_is_named(tmp_path: Path) -> None:
     config = continued_run(tmp_path / "run", "residual", run__steps=1)
     train(config)

@@ -144,7 +144,7 @@ def save_continued(model: Any, target: Path, base: Path, tokenizer: Path | None,
         plain: whether the mechanism adds nothing, so that transformers alone can read the model.
     """
     part, old = (target.with_name(f"{target.name}.{os.getpid()}.{end}") for end in ("part", "old"))
-    shutil.rmtree(part, ignore_errors=True)
+    remove_leftovers(target)
     if plain and isinstance(model, WrappedModel):
         model = unwrap(model)
     if tokenizer is None:
@@ -163,6 +163,14 @@ def save_continued(model: Any, target: Path, base: Path, tokenizer: Path | None,
     part.rename(target)
     flush(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_leftovers(target: Path) -> None:
+    """Of saves that were killed."""
+    pattern = re.compile(rf"{re.escape(target.name)}\.\d+\.(part|old)(\.part)?")
+    for path in target.parent.iterdir() if target.parent.is_dir() else ():
+        if path.is_dir() and pattern.fullmatch(path.name):
+            shutil.rmtree(path)
 
 
 def check_saved(folder: Path) -> None:

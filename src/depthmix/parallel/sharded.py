@@ -63,13 +63,15 @@ class ShardedModel(DistributedModel):
     ) -> None:
         super().__init__(layout, device)
         self.part = part
-        part.module.to(device).train()
+        part.module.train()
         if self.mesh is None:
+            part.module.to(device)
             self.autocasts = bfloat16
         else:
             # The state over depth passes through layers that do not change it. Nothing writes into it in place.
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
             mesh = self.mesh["fsdp"] if layout.replicate == 1 else self.mesh["replicate", "fsdp"]
+            # FSDP2 moves one unit after the other: the device never holds the whole model.
             shard_units(part.units(), part.module, mesh, bfloat16)
         self.parts: dict[int, Any] = {0: part}
         self.roots: dict[int, Any] = {0: part.module}

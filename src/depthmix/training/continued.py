@@ -109,14 +109,13 @@ def distribute_retrofit(
     config: TrainConfig, model: RetrofitConfig, layout: Layout, device: torch.device, seed: int, dtype: torch.dtype
 ) -> ShardedModel:
     """The model of the folder with its mixers at their start, on the ranks of a layout."""
-    from depthmix.hf.base import copy_companions, load_folder
+    from depthmix.hf.base import load_folder
     from depthmix.hf.continued import ContinuedModel, draw_mixers, wrapped
 
     size = 4 * count_parameters(model).total * (2 if dtype == torch.float64 else 1)
     check_memory(f"the parameters of {model.from_hf}", size, "Choose a smaller model")
     base = Path(config.run.folder) / BASE
-    if not base.is_dir():
-        checkpoint.on_rank_0(lambda: copy_companions(model.path, base))
+    checkpoint.on_rank_0(lambda: keep_companions(model.path, base))
     loaded = load_folder(model.path, dtype)
     module = wrapped(loaded, model.wrapping(), freeze_base=model.freeze_base)
     draw_mixers(module, seed)
@@ -130,6 +129,19 @@ def distribute_retrofit(
         compile=config.run.compile,
         bfloat16=config.run.precision == "bfloat16",
     )
+
+
+def keep_companions(folder: Path, base: Path) -> None:
+    """Copy what the model needs besides its weights into the run, unless it is there."""
+    from depthmix.hf.base import CONFIG, copy_companions
+
+    if not base.is_dir():
+        copy_companions(folder, base)
+    elif not (base / CONFIG).is_file() or (base / CONFIG).read_bytes() != (folder / CONFIG).read_bytes():
+        raise ValueError(
+            f"{base} is not the copy of {folder}'s configuration that this run would keep there. Remove it, or choose "
+            "another folder for the run"
+        )
 
 
 def check_unchanged(model: RetrofitConfig) -> None:
