@@ -112,8 +112,9 @@ def distribute_retrofit(
     from depthmix.hf.base import load_folder
     from depthmix.hf.continued import ContinuedModel, draw_mixers, wrapped
 
-    size = 4 * count_parameters(model).total * (2 if dtype == torch.float64 else 1)
-    check_memory(f"the parameters of {model.from_hf}", size, "Choose a smaller model")
+    trains_all = config.run.device == "cpu" and not model.freeze_base  # gradients and optimiser need memory here too
+    size = dtype.itemsize * count_parameters(model).total * (3 if trains_all and layout.size == 1 else 1)
+    check_memory(f"parameters of {model.from_hf} and their training", size, "Choose a smaller model")
     base = Path(config.run.folder) / BASE
     checkpoint.on_rank_0(lambda: keep_companions(model.path, base))
     loaded = load_folder(model.path, dtype)
