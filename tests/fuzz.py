@@ -170,6 +170,8 @@ KEYS = [
 LAYOUT = {field.name for group in (Processes, Serving) for field in dataclasses.fields(group)} - {
     *("schedule", "divide", "pp_cache", "microbatches"),
 }
+ELSEWHERE = ("from_hf", "freeze_base")  # need a model of transformers: lines with them end early here
+RARE = 0.03
 TINY = [
     *("data.rows=2", "data.tokens_per_row=8", "data.folder=tokens", "data.validation=0.3", "run.validate_batches=1"),
     *("model.hidden=24", "run.validate_every=1"),
@@ -257,7 +259,10 @@ def make_line(number: int) -> Line:
         likely = (
             0.95 if option.needed or not option.flag else 0.4 if option.name in (*PLACES, "set_", "options") else 0.15
         )
-        if chance.random() < likely:
+        if option.name in ELSEWHERE:
+            apart = random.Random(f"line {number} {option.name}")
+            words += spelled(option, apart, folly) if apart.random() < RARE else []
+        elif chance.random() < likely:
             words += spelled(option, chance, folly)
     given = {word for word in words if word.startswith("--")}
     for flag, *values in SMALL.get(verb, ()):

@@ -29,7 +29,8 @@ from depthmix.models.attention import Attention
 from depthmix.models.decoder import SublayerLoop
 from depthmix.models.mlp import MLP
 from depthmix.models.moe import MixtureOfExperts
-from depthmix.parallel import distributed, ranks, tensor
+from depthmix.parallel import model as parallel_model
+from depthmix.parallel import ranks, tensor
 from depthmix.parallel.config import ParallelConfig
 from depthmix.parallel.distributed import DistributedDecoder
 from depthmix.parallel.layout import AXES, Layout, make_layout
@@ -293,7 +294,7 @@ def keep_loads() -> None:
 
 def keep_meshes() -> None:
     """Process groups are made once for each shape of the ranks."""
-    made, make = {}, distributed.make_mesh
+    made, make = {}, parallel_model.make_mesh
 
     def kept(layout: Layout, device: str) -> Any:
         shape = tuple(getattr(layout, name) for name in AXES)
@@ -301,7 +302,7 @@ def keep_meshes() -> None:
             made[shape] = make(layout, device)
         return made[shape]
 
-    distributed.make_mesh = kept
+    parallel_model.make_mesh = kept
 
 
 def main(folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from depthmix.cli.train import TrainingProgress
+from depthmix.cli.train_progress import TrainingProgress
 from depthmix.parallel.distributed import DistributedDecoder
 from depthmix.training import BadLoss, loop, train
 from depthmix.training.metrics import MetricsFile, read_metrics

@@ -17,6 +17,7 @@ from depthmix.studies.page import describe_study
 from depthmix.studies.publish import check_target, write_study
 from depthmix.studies.study import compare_study
 from depthmix.support.terminal import print_table
+from depthmix.training import RetrofitConfig
 
 EXAMPLES = (
     "depthmix compare --depth 2 --tokens 1e4 --seeds 1",
@@ -32,12 +33,20 @@ class Arms:
              "such as attnres+value_residual. Repeat a name to add a control run, which must show no difference.",
              "NAME ..."),
     ] = ("residual", "block_attnres")  # fmt: skip
-    depth: Annotated[int, flag("Number of sublayers, attention and MLP counted separately.", "L")] = 12
+    depth: Annotated[
+        int | None, flag("Number of sublayers, attention and MLP counted separately.", "L", default="12")
+    ] = None
     dim: Annotated[int | None, flag("Width.", "D", default="follows from the depth")] = None
     shapes: Annotated[
         str | None,
         flag("Instead of --depth and --dim: several depths and widths at equal compute, such as 12x256,24x128. "
              "--tokens are those of the first.", "LxD,LxD", default=""),
+    ] = None  # fmt: skip
+    from_hf: Annotated[
+        str | None,
+        flag("Instead of --depth and --dim: continue the pretraining of the model of Hugging Face transformers in a "
+             "local folder. All arms start from its weights; the arm residual continues it as it is.", "FOLDER",
+             default=""),
     ] = None  # fmt: skip
 
 
@@ -46,7 +55,11 @@ class Training(Runs):
     seeds: Annotated[int, flag("Runs of each arm; use at least 3 for a meaningful interval.", "N")] = 3
     tokens: Annotated[
         float | None,
-        flag("Tokens per run.", "TOKENS", default="20 per parameter of the baseline, without embeddings"),
+        flag(
+            "Tokens per run.",
+            "TOKENS",
+            default="20 per parameter of the baseline, without embeddings; with --from-hf 1000 steps",
+        ),
     ] = None
     lr_of: Annotated[
         Several,
@@ -71,14 +84,12 @@ def run(*, arms: Arms = Arms(), data: Data = Data(), training: Training = Traini
     command again. Exit code 1 if a run failed; the others are still compared.
     """
     with_figures = can_draw()  # said before the first hour and not after it
-    sizes = (
-        [Size.of(text) for text in arms.shapes.split(",")] if arms.shapes else [Size(depth=arms.depth, dim=arms.dim)]
-    )
+    sizes = sizes_of(arms)
     check_target(output.publish, output.folder)
     if training.lrs and training.lr_of:
         tried, fixed = list(training.lrs), list(training.lr_of)
         raise ValueError(f"lrs={tried} and lr_of={fixed}; expected only one: rates to try, or a rate for each arm")
-    grid = make_grid(arms.mixers, sizes, data, training, rates=training.lr_of)
+    grid = make_grid(arms.mixers, sizes, data, training, rates=training.lr_of, from_hf=arms.from_hf)
     tokens = training.tokens
     if tokens is not None and "run.steps" in grid.settings:
         raise ValueError(f"tokens={tokens:g} and run.steps={grid.settings['run.steps']}; expected only one of them")
@@ -90,6 +101,18 @@ def run(*, arms: Arms = Arms(), data: Data = Data(), training: Training = Traini
     page, result = write_study(study, "comparison", text, provenance, comparison.to_dict(), figures, output.publish)
     print(result, end="") if output.json else print_comparison(comparison, study.failures, page)
     return 1 if study.failures else 0
+
+
+def sizes_of(arms: Arms) -> list[Size]:
+    if arms.from_hf is not None:
+        for name, given in (("depth", arms.depth), ("dim", arms.dim), ("shapes", arms.shapes)):
+            if given is not None:
+                raise ValueError(f"from_hf={arms.from_hf} and {name}={given}; expected only one of them")
+        model = RetrofitConfig.of(arms.from_hf)
+        return [Size(depth=model.depth, dim=model.dim)]
+    if arms.shapes:
+        return [Size.of(text) for text in arms.shapes.split(",")]
+    return [Size(depth=12 if arms.depth is None else arms.depth, dim=arms.dim)]
 
 
 def print_comparison(comparison: Comparison, failures: Mapping[str, str], page: Path) -> None:

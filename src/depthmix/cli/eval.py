@@ -10,14 +10,13 @@ from typing import Annotated
 
 import torch
 import tyro
-from torch import Tensor
+from torch import Tensor, nn
 
 from depthmix.cli.eval_tasks import NO_TASKS, Tasks, check_flags, run_tasks
 from depthmix.cli.processes import ALONE, Serving
 from depthmix.cli.shared import flag, open_run_folder, print_result, say_unfinished, switch
-from depthmix.models import Decoder
 from depthmix.parallel import ranks
-from depthmix.parallel.distributed import DistributedDecoder
+from depthmix.parallel.model import DistributedModel
 from depthmix.support.checks import check_device
 from depthmix.support.terminal import track
 from depthmix.training import DataConfig, Score, open_corpus, read_config, score
@@ -70,12 +69,13 @@ def run(
         return run_tasks(folder, benchmarks, device, tokens_per_row, json)
     if file is not None and not file.is_file():
         raise FileNotFoundError(f"{file} is not a file; expected a text file")
-    data = read_config(folder).data
+    config = read_config(folder)
+    data = config.data
     sizes = (data.tokens_per_row if tokens_per_row is None else tokens_per_row, data.rows if rows is None else rows)
     if processes == ALONE and ranks.launched() == 1:
         model, digest, _ = open_run_folder(folder, device)
         result = score_run(model, digest, folder, data, file, sizes)
-        whole: Decoder | None = model
+        whole: nn.Module | None = model
     else:
         serving = plan_serving(folder, tp=processes.tp, pp=processes.pp, divide=True)
         own = ranks.own_device(check_device(device))
@@ -87,7 +87,7 @@ def run(
     if not ranks.main_process():
         return 0
     if export is not None:
-        export_model(whole, export, tokenizer_file(folder, data))
+        export_model(whole, export, config, folder=folder, tokenizer=tokenizer_file(folder, data))
     if json:
         print(json_format.dumps({"run": str(folder), "on": str(file or "validation"), **result._asdict()}, indent=2))
     else:
@@ -100,7 +100,7 @@ def run(
 
 
 def score_run(
-    model: Decoder | DistributedDecoder,
+    model: nn.Module | DistributedModel,
     digest: str | None,
     folder: Path,
     data: DataConfig,

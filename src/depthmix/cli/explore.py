@@ -28,6 +28,7 @@ from depthmix.support.checks import check_device, check_positive, check_range
 from depthmix.support.files import parse_toml, read_text
 from depthmix.support.terminal import say
 from depthmix.training.config import RESTORE
+from depthmix.training.continued import is_retrofit
 
 EXAMPLES = (
     "depthmix explore runs/small",
@@ -89,6 +90,11 @@ def run(
 
 def load_run(folder: Path, name: str, device: str, functions: bool) -> Explorable:
     """The model in float32, in which it is explored whatever it was trained in."""
+    if is_retrofit(folder):
+        raise ValueError(
+            f"the model of {folder} comes from transformers, which explore does not read; use depthmix trace and "
+            "ablate, whose measurements `depthmix report` shows"
+        )
     place, step = saved_model(folder), None
     if place is not None:
         model = load_model(place, device=device, dtype=torch.float32, functions=functions)

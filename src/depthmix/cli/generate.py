@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json as json_format
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -18,7 +20,7 @@ from depthmix.cli.shared import Several, flag, open_run_folder, repeatable, say_
 from depthmix.data import load_tokenizer
 from depthmix.data.tokenizers import BatchTokenizer
 from depthmix.inference import PREFILL_MEMORY, TextStream, Tokenizer, stream
-from depthmix.models import Decoder, DecoderConfig, load_model
+from depthmix.models import DecoderConfig, load_model
 from depthmix.models.saved import MODEL_FILES
 from depthmix.parallel import ranks
 from depthmix.parallel.serving import served
@@ -26,6 +28,7 @@ from depthmix.support.checks import check_device, parse_value
 from depthmix.support.terminal import say
 from depthmix.training import read_config
 from depthmix.training.build import run_tokenizer
+from depthmix.training.continued import is_retrofit
 from depthmix.training.serve import plan_serving
 
 EXAMPLES = (
@@ -128,11 +131,11 @@ def dtype_of(machine: Machine) -> torch.dtype | None:
 
 
 def answer(
-    model: Decoder, tokenizer: BatchTokenizer, texts: list[str], sampling: Sampling, output: Output, machine: Machine
+    model: Any, tokenizer: BatchTokenizer, texts: list[str], sampling: Sampling, output: Output, machine: Machine
 ) -> int:
     """Print the continuation of each text; of several processes, the first one prints."""
     timer = Timer()
-    steps = stream(
+    steps = streamer(model, machine)(
         model,
         [tokenizer.encode(text) for text in texts],
         max_new_tokens=output.max_new_tokens,
@@ -141,10 +144,6 @@ def answer(
         top_p=sampling.top_p,
         stop=[stop_id(tokenizer, text) for text in output.stop],
         seed=sampling.seed,
-        cache=machine.cache,
-        chunk=machine.chunk,
-        prefill_memory=parse_value(machine.prefill_memory),
-        compiled=machine.compiled,
     )
     rows: list[list[int]] = [[] for _ in texts]
     prints = ranks.main_process()
@@ -171,6 +170,20 @@ def answer(
     return 0
 
 
+def streamer(model: Any, machine: Machine) -> Callable[..., Iterator[list[int | None]]]:
+    """The function that continues prompts: of a decoder ours, of a model of transformers one that uses its cache."""
+    options: dict[str, Any] = {"cache": machine.cache, "chunk": machine.chunk, "compiled": machine.compiled}
+    if isinstance(model.config, DecoderConfig):
+        return functools.partial(stream, prefill_memory=parse_value(machine.prefill_memory), **options)
+    for name, value in options.items():
+        if value:
+            raise ValueError(
+                f"--{name} with a model of transformers; expected no such option. model.generate of transformers has "
+                "its own: AutoModelForCausalLM.from_pretrained(RUN/final)"
+            )
+    return import_module("depthmix.hf.generation").stream  # transformers takes seconds to import
+
+
 def check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -189,17 +202,17 @@ def saved_model(folder: Path) -> Path | None:
     return next((place for place in places if any((place / name).is_file() for name in MODEL_FILES)), None)
 
 
-def open_folder(folder: Path, machine: Machine) -> tuple[Decoder, BatchTokenizer]:
+def open_folder(folder: Path, machine: Machine) -> tuple[Any, BatchTokenizer]:
     """The model and the tokenizer of a run, finished or not, or of a folder that `save_model` wrote."""
     place, dtype, functions = saved_model(folder), dtype_of(machine), machine.functions
-    if place is not None:
+    if place is not None and not is_retrofit(folder):
         model = load_model(place, device=machine.device, dtype=dtype, functions=functions)
     else:
         model = open_run_folder(folder, machine.device, dtype=dtype, functions=functions).model
     return model, tokenizer_of(folder, model.config)
 
 
-def tokenizer_of(folder: Path, config: DecoderConfig) -> BatchTokenizer:
+def tokenizer_of(folder: Path, config: Any) -> BatchTokenizer:
     place = saved_model(folder)
     if place is not None:
         return load_tokenizer(place, config.vocab_size)

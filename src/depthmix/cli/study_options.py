@@ -46,11 +46,22 @@ class StudyOutput:
 
 
 def make_grid(
-    mixers: Sequence[str], sizes: Sequence[Size], data: Data, training: Runs, rates: Sequence[str] = ()
+    mixers: Sequence[str],
+    sizes: Sequence[Size],
+    data: Data,
+    training: Runs,
+    rates: Sequence[str] = (),
+    from_hf: str | None = None,
 ) -> Grid:
-    source, tokenizer = data.data or "stdlib", data.tokenizer or "bytes"
     return Grid.parse(
-        mixers, sizes, sweep=training.sweep, settings=training.set_, rates=rates, data=source, tokenizer=tokenizer
+        mixers,
+        sizes,
+        sweep=training.sweep,
+        settings=training.set_,
+        rates=rates,
+        data=data.data or "stdlib",
+        tokenizer=data.tokenizer or (None if from_hf else "bytes"),
+        from_hf=from_hf,
     )
 
 

@@ -7,28 +7,32 @@ import json as json_format
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from depthmix.cli.processes import BY_DEFAULT, Processes
 from depthmix.cli.shared import SET, Data, Several, flag, print_result, switch
+from depthmix.cli.train_progress import TrainingProgress
+from depthmix.models import DecoderConfig
 from depthmix.ops import keep_freed_memory
 from depthmix.parallel.ranks import main_process
 from depthmix.support.checks import split_pair
-from depthmix.support.terminal import Progress, format_duration, say
+from depthmix.support.terminal import format_duration, say
 from depthmix.training import (
     BadLoss,
     CheckpointError,
     Interrupted,
     Result,
+    RetrofitConfig,
     TrainConfig,
     override,
     preset_config,
+    retrofit_config,
     rule_config,
     train,
 )
+from depthmix.training.continued import retrofit_tokenizer, warn_of_changes
 from depthmix.training.dial import dial_tokens
 from depthmix.training.estimate import estimate_seconds
 from depthmix.training.manifest import list_checkpoints, step_of
@@ -66,6 +70,13 @@ class Model:
         Path | None,
         flag("Instead of --depth: a TOML file, such as the config.toml of another run.", "FILE", default=""),
     ] = None
+    from_hf: Annotated[
+        str | None,
+        flag("Instead of --depth: continue the pretraining of a model of Hugging Face transformers, with --mixer put "
+             "into it. A local folder that save_pretrained wrote, with safetensors. With the --folder of a run: where "
+             "its model is now.", "FOLDER", default=""),
+    ] = None  # fmt: skip
+    freeze_base: Annotated[bool, switch("With --from-hf: train the mixers only.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +86,7 @@ class TrainingData(Data):
         flag(
             "Tokens per sequence; the same as --set data.tokens_per_row.",
             "TOKENS",
-            default="256, or 512 for wide models",
+            default="256, or 512 for wide models and with --from-hf",
         ),
     ] = None
     batch: Annotated[
@@ -89,7 +100,11 @@ class TrainingData(Data):
 class Training:
     tokens: Annotated[
         float | None,
-        flag("Tokens to train on.", "TOKENS", default="20 per parameter without embeddings, or the preset's"),
+        flag(
+            "Tokens to train on.",
+            "TOKENS",
+            default="20 per parameter without embeddings, or the preset's; with --from-hf 1000 steps",
+        ),
     ] = None
     steps: Annotated[
         int | None,
@@ -97,7 +112,11 @@ class Training:
     ] = None
     lr: Annotated[
         float | None,
-        flag("Peak learning rate; the same as --set optimizer.lr.", "RATE", default="follows from width and optimiser"),
+        flag(
+            "Peak learning rate; the same as --set optimizer.lr.",
+            "RATE",
+            default="follows from width and optimiser; with --from-hf 1e-4, or 1e-3 with --freeze-base",
+        ),
     ] = None
     seed: Annotated[
         int | None,
@@ -131,7 +150,7 @@ class Run:
     folder: Annotated[
         Path | None,
         flag("Folder of the run. If it contains an unfinished run, training resumes.", "FOLDER",
-             default="runs/MIXER-DEPTH"),
+             default="runs/MIXER-DEPTH, or runs/MODEL-MIXER"),
     ] = None  # fmt: skip
     restart: Annotated[bool, switch("Remove the earlier run in the folder, and train from step 0.")] = False
     yes: Annotated[bool, switch("Start even if the run will take more than a day on this machine.")] = False
@@ -151,7 +170,9 @@ def run(
     processes: Processes = BY_DEFAULT,
     run: Run = Run(),
 ) -> int:
-    """Train a decoder. Progress goes to stderr, the result to stdout.
+    """Train a decoder, or a model of Hugging Face transformers further.
+
+    Progress goes to stderr, the result to stdout.
 
     On several processes: torchrun --nproc-per-node 4 -m depthmix train --tp 2 …, with the flags of the part
     "processes"; any product of them. The result does not depend on them.
@@ -166,8 +187,9 @@ def run(
     if run.print_config:
         print(f"# {numbers}\n{chosen.to_toml()}" if numbers else chosen.to_toml(), end="")
         return 0
-    if numbers and main_process():
-        say(numbers)
+    if main_process():
+        for line in (numbers, *changes_at_start(chosen)):
+            say(line) if line else None
     if chosen.run.device == "cpu":
         keep_freed_memory()
     seconds = estimate_seconds(chosen)
@@ -266,16 +288,21 @@ def train_until_stopped(chosen: TrainConfig, restart: bool, progress: TrainingPr
 def resolve_config(
     model: Model, folder: Path | None, tokens: float | None, pairs: list[tuple[str, Any]]
 ) -> TrainConfig:
-    """File, preset or dial first, then dotted keys, the later ones last. A folder alone says it all, to restart too."""
+    """File, preset, dial or a model of transformers first, then dotted keys, the later ones last. A folder alone says
+    it all, to restart too."""
     mixer, depth, dim, preset, file = model.mixer, model.depth, model.dim, model.preset, model.config
     if tokens is not None and not 0 < tokens < math.inf:
         raise ValueError(f"tokens={tokens}; expected a number above 0")
     saved = None if folder is None else folder / "config.toml"
     if saved is not None and saved.is_file() and all(given is None for given in (file, preset, depth, dim, mixer)):
         file = saved
-    check_one_start(file, preset, depth, dim)
+    check_one_start(model.config, preset, depth, dim, model.from_hf)
     keys = dict(pairs)
-    if file is not None:
+    if model.freeze_base:
+        pairs = [*pairs, ("model.freeze_base", True)]
+    if model.from_hf is not None:
+        config = from_transformers(model, model.from_hf, file, keys.get("data.tokenizer"))
+    elif file is not None:
         config = from_file(file, mixer)
     elif preset is not None and preset != RULE:
         config = preset_config(preset, mixer, tokenizer=keys.get("data.tokenizer"))
@@ -293,18 +320,25 @@ def resolve_config(
         else:
             optimizer = keys.get("optimizer.name", "muon")
             config = TrainConfig.from_dial(dial, mixer or "residual", optimizer=optimizer, **sizes)
+    if model.freeze_base and isinstance(config.model, DecoderConfig):
+        raise ValueError("--freeze-base without --from-hf; expected both: a new decoder has no base to freeze")
     recipe_tokens = config.run.steps * config.tokens_per_step
     config = override_all(config, [*pairs, *([] if folder is None else [("run.folder", str(folder))])])
     check_excluding(config, keys)
-    if tokens is None and file is None:
+    if tokens is None and file is None and isinstance(config.model, DecoderConfig):
         tokens = dial_tokens(config.model) if preset is None else recipe_tokens
     if tokens is not None and "run.steps" not in keys:
         config = override(config, "run.steps", max(1, round(tokens / config.tokens_per_step)))
     return config
 
 
-def check_one_start(file: Path | None, preset: str | None, depth: int | None, dim: int | None) -> None:
-    """A file, a preset and the dial exclude each other; the rule of a table takes the dial's sizes."""
+def check_one_start(
+    file: Path | None, preset: str | None, depth: int | None, dim: int | None, from_hf: str | None = None
+) -> None:
+    """A file, a preset, a model and the dial exclude each other; the rule of a table takes the dial's sizes."""
+    for name, given in (("config", file), ("preset", preset), ("depth", depth), ("dim", dim)):
+        if from_hf is not None and given is not None:
+            raise ValueError(f"from_hf={from_hf} and {name}={given}; expected only one of them")
     if file is not None and preset is not None:
         raise ValueError(f"preset={preset} and config={file}; expected only one of them")
     start = f"config={file}" if file is not None else f"preset={preset}" if preset not in (None, RULE) else None
@@ -323,56 +357,25 @@ def from_file(file: Path, mixer: str | None) -> TrainConfig:
     return config
 
 
+def from_transformers(model: Model, folder: str, file: Path | None, tokenizer: str | None) -> TrainConfig:
+    """A new run of the model in `folder`, or the run that `file` describes, whose model is in `folder` now."""
+    saved = None if file is None else TrainConfig.from_file(file)
+    if saved is None or not isinstance(saved.model, RetrofitConfig):
+        mixer = model.mixer or "residual"
+        return retrofit_config(folder, mixer, tokenizer=tokenizer, freeze_base=model.freeze_base)
+    data = saved.data
+    if saved.uses_own_tokenizer:
+        data = dataclasses.replace(data, tokenizer=retrofit_tokenizer(folder))
+    return dataclasses.replace(saved, model=saved.model.moved(folder), data=data)
+
+
+def changes_at_start(config: TrainConfig) -> list[str]:
+    """What a new run's mechanism changes in a trained model from the start."""
+    model, has_begun = config.model, list_checkpoints(Path(config.run.folder) / "checkpoints")
+    return [] if isinstance(model, DecoderConfig) or has_begun else warn_of_changes(model)
+
+
 def parse_whole(name: str, value: str) -> int:
     if not value.isdigit():
         raise ValueError(f"model.{name}={value}; expected a whole number")
     return int(value)
-
-
-class TrainingProgress:
-    """Progress of a run from its events: a bar on a terminal, else a line for every `every`-th step."""
-
-    def __init__(self, config: TrainConfig, every: int, seconds: Callable[[int], float]) -> None:
-        self.config, self.every, self.seconds = config, max(1, every), seconds
-        self.display: Progress | None = None  # before the first event nothing has begun
-        self.steps, self.validation = config.run.steps, ""
-
-    def report(self, event: Mapping[str, Any]) -> None:
-        kind, step = event["kind"], event["step"]
-        if kind == "begin":
-            self.begin(event)
-        elif kind == "validation":
-            self.validation = f", validation {event['loss']:.4f}"
-            say(f"step {step}/{self.steps}{self.validation}, {event['bits_per_byte']:.4f} bits per byte")
-        elif kind == "skipped":
-            say(f"step {step}/{self.steps} skipped: {event['problem']}")
-        elif kind == "train" and self.display is not None:
-            self.show_step(self.display, event)
-
-    def begin(self, event: Mapping[str, Any]) -> None:
-        """Before the first step: the model, how much data it will see, and roughly how long that takes."""
-        first, tokens = event["step"], self.steps * self.config.tokens_per_step
-        epochs = tokens / event["train_tokens"]
-        say(f"model: {event['parameters']:,} parameters{'; ' + event['layout'] if event['layout'] else ''}")
-        say(
-            f"training: {tokens:,} tokens in {self.steps:,} steps of {self.config.tokens_per_step:,}, "
-            f"{epochs:.3g} epochs of {event['train_tokens']:,} tokens"
-        )
-        if event["processes"]:
-            say(f"processes: {event['processes']}")
-        resumed = f"resuming after step {first:,}; " if first else ""
-        duration = format_duration(self.seconds(self.steps - first))
-        say(f"{resumed}estimated time: {duration}, from the speed of matrix products on this machine")
-        self.display = Progress(self.steps, first=first, every=0)
-
-    def show_step(self, display: Progress, event: Mapping[str, Any]) -> None:
-        step, speed = event["step"], f"{event['tokens_per_second']:,.0f} tokens/s"
-        position = f"step {step}/{self.steps}, loss {event['loss']:.4f}"
-        if display.on_terminal:
-            display.update(step, f"{position}{self.validation}, {speed}")
-        elif step % self.every == 0 or step == self.steps:
-            display.update(step, f"{position}, lr {event['lr']:.3g}, gradient norm {event['grad_norm']:.3g}, {speed}")
-
-    def end(self) -> None:
-        if self.display is not None:
-            self.display.close()

@@ -20,7 +20,7 @@ from depthmix.hf.layer import find_parts, unwrap_layer
 from depthmix.hf.loading import check_reentry
 from depthmix.hf.wrapped_config import FIELD, config_class, make_fields
 from depthmix.hf.wrapped_model import WrappedModel, install, layers_of, make_stacks, model_class, sizes_of
-from depthmix.mechanisms import DepthStack, DividedModel, KVStack, is_kv, make_config, mechanism
+from depthmix.mechanisms import DepthStack, DividedModel, KVStack, is_kv, retrofit_options
 from depthmix.mechanisms.blend import Blend
 from depthmix.models import Choice
 
@@ -144,15 +144,8 @@ def check_stack(stack: DepthStack, options: Mapping[str, Any], model: Any) -> No
 
 def retrofit_choice(name: str, options: Mapping[str, Any], model: Any) -> Choice:
     """The mechanism with the options that keep the model's function, unless those given exclude each other."""
-    config = mechanism(name).Config
     sizes = {key: sizes_of(model)[key] for key in ("dim", "depth")}
-    kept = {key: value for key, value in config.retrofit.items() if key not in options}
-    make_config(mechanism(name), name, options, **sizes)  # its errors are about what was given
-    try:
-        make_config(mechanism(name), name, {**kept, **options}, **sizes)
-    except ValueError:
-        kept = {}
-    return Choice(name=name, options={**kept, **options})
+    return Choice(name=name, options=retrofit_options(name, options, **sizes))
 
 
 def choices(depth: DepthStack, kv: KVStack | None) -> tuple[Choice, Choice | None]:

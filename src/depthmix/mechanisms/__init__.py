@@ -20,6 +20,7 @@ from depthmix.mechanisms.kv_stack import KVStack
 from depthmix.mechanisms.make import make_config
 from depthmix.mechanisms.optimiser_groups import param_groups
 from depthmix.mechanisms.registry import DEPTH, KV, PluginError, is_kv, kv_mechanism, list_mechanisms, mechanism
+from depthmix.mechanisms.retrofit import retrofit_options
 from depthmix.mechanisms.stack import BoundStack, DepthStack
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "mechanism",
     "option",
     "param_groups",
+    "retrofit_options",
 ]
 
 

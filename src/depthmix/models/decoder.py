@@ -5,6 +5,7 @@ Axes: B batch, T token, D channel, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from depthmix.models.init import initialise
 from depthmix.models.mlp import MLP
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.models.norm import RMSNorm
+from depthmix.models.roles import Role
 from depthmix.models.shard import WHOLE, WholeSequence
 
 
@@ -59,6 +61,21 @@ class SublayerLoop(Recorded):
     def all_sublayers(self) -> list[nn.Module]:
         """The sublayers of this part, each once."""
         return [*(self.sublayers.values() if isinstance(self.sublayers, nn.ModuleDict) else self.sublayers)]
+
+    def parameter_roles(self) -> Iterator[tuple[str, nn.Parameter, Role]]:
+        """Name and role of each parameter outside the mixers of the stream."""
+        for name, parameter in self.named_parameters():
+            if name.startswith("depth."):
+                continue
+            role: Role = "vector"
+            if parameter.dim() >= 2 and not name.startswith("kv_mixers."):
+                inner = name.startswith("sublayers.") and parameter.dim() == 2 and ".router." not in name
+                role = "matrix" if inner else "table"
+            yield name, parameter, role
+
+    def mixer_names(self) -> dict[nn.Parameter, str]:
+        """The mixers' parameters with their names in the decoder."""
+        return {parameter: f"depth.{name}" for name, parameter in self.depth.named_parameters()}
 
     def execute(self, lo: int, hi: int, state: State, kv: State, ctx: Context) -> tuple[State, State, list[Tensor]]:
         """`segment`, with activation checkpointing if `checkpoint_every` is set."""

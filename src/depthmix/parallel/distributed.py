@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from depthmix import ops
 from depthmix.mechanisms.record import is_record, with_records
@@ -18,11 +16,12 @@ from depthmix.models.decoder import SublayerLoop, empty_decoder
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.parallel import ranks
 from depthmix.parallel.decoder_plan import meta_parts, shared_names
-from depthmix.parallel.layout import AXES, Layout
+from depthmix.parallel.layout import Layout
+from depthmix.parallel.model import DistributedModel
 from depthmix.parallel.plan import Plan
 
 
-class DistributedDecoder:
+class DistributedDecoder(DistributedModel):
     """This rank's parts of a decoder: the decoder itself, or some stages of it.
 
     Args:
@@ -48,14 +47,11 @@ class DistributedDecoder:
         compile: bool = False,
         bfloat16: bool = False,
     ) -> None:
-        self.config, self.layout, self.device = config, layout, device
-        self.mesh: DeviceMesh | None = None
+        super().__init__(layout, device)
+        self.config = config
         self.pipeline: Any = None
-        self.autocasts = False
-        self.roots: dict[int, Any] = {}  # by stage: what is called, around a part
+        self.roots: dict[int, Any] = {}
         self.parts: dict[int, SublayerLoop] = {}
-        if layout.size > 1:
-            self.mesh = make_mesh(layout, device.type)
         if layout.plan is None:
             self.parts[0] = self.roots[0] = empty_decoder(config)
         else:
@@ -109,113 +105,46 @@ class DistributedDecoder:
             pipelines = self.mesh.mesh.flatten(1).T.tolist()  # the global ranks of each
             self.shared = SharedParameters(shared_names(self.config, plan), pipelines)
 
-    # Parameters and state.
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank, each once, under their names in the whole decoder."""
-        seen: set[nn.Parameter] = set()
-        for part in self.parts.values():
-            for name, parameter in part.named_parameters():
-                if parameter not in seen:
-                    seen.add(parameter)
-                    yield name, parameter
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        return (parameter for _, parameter in self.named_parameters())
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Of all parts of this rank; tensors may be sharded."""
-        return {name: tensor for part in self.parts.values() for name, tensor in part.state_dict().items()}
-
-    def modules(self) -> Iterator[nn.Module]:
-        """The modules of all parts; a sublayer that several of them share comes once."""
-        return iter(dict.fromkeys(module for part in self.parts.values() for module in part.modules()))
-
-    def train(self, mode: bool = True) -> None:
-        for root in self.roots.values():
-            root.train(mode)
-
     # A step.
 
-    def backward(self, batches: Sequence[Tensor]) -> float:
-        """Add the gradient of the mean loss over all batches and all ranks; return that loss.
-
-        Args:
-            batches: micro-batches [B, T] of this data-parallel rank, the same on all ranks of its pipeline and
-                tensor-parallel group. A pipeline divides them into its own micro-batches.
-        """
-        total = torch.zeros((), device=self.device, dtype=ops.accumulator(next(self.parameters()).dtype))
-        if self.pipeline is not None:
-            loss = self.pipeline.step(torch.cat([*batches]))
-            total += 0.0 if loss is None else loss
+    def accumulate(self, batches: Sequence[Tensor]) -> Tensor:
+        """The backward passes; returns the loss of this rank."""
+        if self.pipeline is None:
+            total = super().accumulate(batches)
         else:
-            for tokens in batches:
-                with self.autocast():
-                    loss = self.loss_of(tokens) / len(batches)
-                loss.backward()
-                total += loss.detach()
+            loss = self.pipeline.step(torch.cat([*batches]))
+            total = torch.zeros((), device=self.device, dtype=ops.accumulator(own_dtype(self.parts)))
+            total += 0.0 if loss is None else loss
         if self.layout.tp > 1:
             from depthmix.parallel.tensor import sum_partial_gradients
 
             sum_partial_gradients(self.parameters())
         if self.pipeline is not None:
             self.shared.sum_gradients(self.named_parameters())
-        return float(self.everywhere(total))
+        return total
 
-    @torch.no_grad()
-    def evaluate(self, tokens: Tensor) -> float:
-        """The mean loss of these tokens [B, T], the same on every rank; data-parallel ranks divide the rows if they
-        can."""
-        parts = self.layout.data
-        if self.mesh is not None and len(tokens) % parts == 0:
-            tokens = tokens[self.data_rank :: parts]
+    def own_loss(self, tokens: Tensor) -> Tensor:
         if self.layout.plan is None:
-            with self.autocast():
-                loss: Tensor = self.roots[0].loss(tokens)
-        else:
-            chunks = tokens.chunk(min(len(tokens), self.layout.pp))
-            results = self.relay.run(chunks, loss=True)
-            shares = [len(chunk) / len(tokens) for chunk in chunks]
-            losses = [] if results is None else [r[0] * share for r, share in zip(results, shares, strict=True)]
-            loss = sum(losses, torch.zeros((), device=self.device))
-        for root in self.roots.values() if self.mesh is not None else ():
-            for module in root.modules():
-                if hasattr(module, "reshard"):  # FSDP2 leaves some gathered, which the optimiser's step would not reach
-                    module.reshard()
-        return float(self.everywhere(loss.double()))
+            return super().own_loss(tokens)
+        chunks = tokens.chunk(min(len(tokens), self.layout.pp))
+        results = self.relay.run(chunks, loss=True)
+        shares = [len(chunk) / len(tokens) for chunk in chunks]
+        losses = [] if results is None else [r[0] * share for r, share in zip(results, shares, strict=True)]
+        return sum(losses, torch.zeros((), device=self.device))
 
-    def autocast(self) -> AbstractContextManager[object]:
-        """Parameters and the optimiser stay in float32; matrix products are computed in bfloat16."""
-        return torch.autocast(self.device.type, torch.bfloat16) if self.autocasts else nullcontext()
-
-    def everywhere(self, loss: Tensor) -> Tensor:
-        """The mean over data-parallel ranks of a loss that is 0 but on the last stage, and which tensor-parallel ranks
-        have parts of."""
-        if self.mesh is not None:
-            dist.all_reduce(loss)
-            loss = loss / self.layout.data
-        return loss
-
-    def clip(self, limit: float) -> float:
-        """Return the norm of the whole gradient; if it is above `limit` (0: none), scale the gradient down to that."""
-        here = [p.grad for name, p in self.named_parameters() if p.grad is not None and self.counts_here(name)]
-        norm = ranks.full_tensor(nn.utils.get_total_norm(here))
+    def gradient_norm(self) -> Tensor:
+        norm = super().gradient_norm()
         if self.pipeline is not None:
             assert self.mesh is not None
             square = norm.double().square()
             dist.all_reduce(square, group=self.mesh.get_group("pp"))
             norm = square.sqrt().to(norm.dtype)
-        value = float(norm)
-        if limit and value > limit:
-            nn.utils.clip_grads_with_norm_(self.parameters(), limit, norm)
-        return value
+        return norm
 
-    def counts_here(self, name: str) -> bool:
-        return self.pipeline is None or self.shared.counts_here(name)
-
-    def zero_grad(self) -> None:
-        for parameter in self.parameters():
-            parameter.grad = None
+    def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in self.named_parameters():
+            if self.pipeline is None or self.shared.counts_here(name):
+                yield name, parameter
 
     def update_balance(self) -> None:
         """One step of the bias of every mixture of experts, from the tokens of all ranks."""
@@ -235,14 +164,7 @@ class DistributedDecoder:
             if isinstance(module, MixtureOfExperts) and module.load is not None:
                 module.load.zero_()
 
-    # Ranks.
-
-    @property
-    def data_rank(self) -> int:
-        """Which part of a batch this rank works on."""
-        if self.mesh is None:
-            return 0
-        return self.mesh.get_local_rank("replicate") * self.layout.fsdp + self.mesh.get_local_rank("fsdp")
+    # The whole.
 
     def whole_state(self) -> dict[str, Tensor] | None:
         """The unsharded state of the whole decoder on global rank 0, None elsewhere; every rank must call this."""
@@ -277,10 +199,6 @@ class DistributedDecoder:
             if isinstance(module, MixtureOfExperts) and module.load is not None and module.load.is_meta:
                 module.load = torch.zeros_like(module.load, device=self.device)
         return model
-
-
-def make_mesh(layout: Layout, device: str) -> DeviceMesh:
-    return init_device_mesh(device, tuple(getattr(layout, name) for name in AXES), mesh_dim_names=AXES)
 
 
 def own_dtype(parts: dict[int, SublayerLoop]) -> torch.dtype:

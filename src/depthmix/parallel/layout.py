@@ -77,12 +77,8 @@ def make_layout(
     """
     fsdp = count_fsdp(config, processes)
     check_tensor_parallel(model, config.tp, compile)
+    check_rows(config, fsdp, rows)
     data = config.replicate * fsdp
-    if rows % data:
-        raise ValueError(
-            f"data.rows={rows} over {data} data-parallel ranks (parallel.replicate={config.replicate} · fsdp={fsdp}); "
-            f"expected a multiple, such as {max(1, rows // data) * data}"
-        )
     axes: dict[str, Any] = {"pp": config.pp, "replicate": config.replicate, "fsdp": fsdp, "tp": config.tp}
     if config.pp == 1:
         return Layout(**axes)
@@ -110,6 +106,28 @@ def make_layout(
     if data > 1 or dtype == torch.bfloat16:
         check_not_tied(model, plan)
     return Layout(**axes, cache=config.pp_cache, schedule=schedule, microbatches=microbatches, plan=plan)
+
+
+def whole_layout(config: ParallelConfig, *, processes: int, rows: int) -> Layout:
+    """The layout of a model that keeps its own code: FSDP2 shards its layers, and nothing divides them."""
+    for name, way in (("tp", "tensor parallelism"), ("pp", "pipelines")):
+        if (number := getattr(config, name)) > 1:
+            raise ValueError(
+                f"parallel.{name}={number} with a model of transformers; expected 1: {way} divide a depthmix decoder "
+                f"only, whose code they know. Shard it instead: --fsdp {processes if processes > 1 else number}"
+            )
+    fsdp = count_fsdp(config, processes)
+    check_rows(config, fsdp, rows)
+    return Layout(replicate=config.replicate, fsdp=fsdp)
+
+
+def check_rows(config: ParallelConfig, fsdp: int, rows: int) -> None:
+    data = config.replicate * fsdp
+    if rows % data:
+        raise ValueError(
+            f"data.rows={rows} over {data} data-parallel ranks (parallel.replicate={config.replicate} · fsdp={fsdp}); "
+            f"expected a multiple, such as {max(1, rows // data) * data}"
+        )
 
 
 def count_fsdp(config: ParallelConfig, processes: int) -> int:

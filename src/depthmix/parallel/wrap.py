@@ -7,6 +7,7 @@ parameter after tensor parallelism has cut it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,14 +47,27 @@ def shard(part: SublayerLoop, root: nn.Module, mesh: DeviceMesh, bfloat16: bool)
 
     With bfloat16, parameters are gathered in it and gradients are reduced in float32; the optimiser sees float32.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    # A stage of a pipeline runs many micro-batches: its parameters stay gathered until the step ends.
+    shard_units(part.all_sublayers(), root, mesh, bfloat16, reshard_after_forward=root is part)
+    register_fsdp_forward_method(root, "loss" if isinstance(root, Decoder) else "advance")
+
+
+def shard_units(
+    units: Sequence[nn.Module],
+    root: nn.Module,
+    mesh: DeviceMesh,
+    bfloat16: bool,
+    *,
+    reshard_after_forward: bool = True,
+) -> None:
+    """FSDP2: a unit for each of these modules, and a root unit with the rest."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy()
     if bfloat16:  # the stream is bfloat16 from the embedding on; sums of auxiliary losses stay wide
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    # A stage of a pipeline runs many micro-batches: its parameters stay gathered until the step ends.
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": root is part}
-    for sublayer in part.all_sublayers():
-        fully_shard(sublayer, **options)
-    fully_shard(root, **options)
-    register_fsdp_forward_method(root, "loss" if isinstance(root, Decoder) else "advance")
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": reshard_after_forward}
+    for unit in (*units, root):
+        fully_shard(unit, **options)

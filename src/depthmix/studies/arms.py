@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from depthmix.mechanisms import kv_mechanism, mechanism
-from depthmix.models import count_parameters
+from depthmix.models import DecoderConfig
 from depthmix.support.checks import split_pair
-from depthmix.training import TrainConfig, flops_per_token, override
+from depthmix.training import TrainConfig, flops_per_token, override, retrofit_config
+from depthmix.training.continued import retrofit_rate
 from depthmix.training.diagnostics import least_interval
 from depthmix.training.dial import learning_rate
 from depthmix.training.overrides import check_excluding, override_all
+from depthmix.training.retrofit import count_parameters
 
 TIMES_PER_RUN = {"validate_every": 25, "depth_every": 10, "checkpoint_every": 10}  # defaults
 FEWEST_VALIDATIONS = 4  # of a run, however short: fewer make no curve
@@ -62,7 +64,8 @@ class Grid:
     settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # for all arms
     rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # learning rates of single mechanisms
     data: str = "stdlib"
-    tokenizer: str = "bytes"
+    tokenizer: str | None = "bytes"  # None: that of the model of transformers
+    from_hf: str | None = None  # folder of the model of transformers that all arms start from; sizes are its own
 
     @classmethod
     def parse(
@@ -74,7 +77,8 @@ class Grid:
         settings: Sequence[str] = (),
         rates: Sequence[str] = (),
         data: str = "stdlib",
-        tokenizer: str = "bytes",
+        tokenizer: str | None = "bytes",
+        from_hf: str | None = None,
     ) -> Grid:
         """Parse mixer.block_sublayers=2,4 (`sweep`), run.steps=9 (`settings`), residual=1e-3 (`rates`) and the like."""
         sweeps: dict[str, Sequence[str]] = {}
@@ -91,7 +95,14 @@ class Grid:
                 )
             by_mixer[mixer] = rate
         return cls(
-            mixers=mixers, sizes=sizes, sweeps=sweeps, settings=pairs, rates=by_mixer, data=data, tokenizer=tokenizer
+            mixers=mixers,
+            sizes=sizes,
+            sweeps=sweeps,
+            settings=pairs,
+            rates=by_mixer,
+            data=data,
+            tokenizer=tokenizer,
+            from_hf=from_hf,
         )
 
 
@@ -154,15 +165,30 @@ def per_parameter(tokens: float) -> Budget:
 
 
 def requested_tokens(grid: Grid, config: TrainConfig) -> float:
-    return config.run.steps * config.tokens_per_step if "run.steps" in grid.settings else per_parameter(20)(config, 0)
+    has_length = "run.steps" in grid.settings or grid.from_hf is not None
+    return config.run.steps * config.tokens_per_step if has_length else per_parameter(20)(config, 0)
+
+
+def first_config(grid: Grid, mixer: str, size: Size) -> TrainConfig:
+    """An arm's configuration before anything is set; the number of steps of a decoder is set later."""
+    if grid.from_hf is not None:
+        return retrofit_config(grid.from_hf, mixer, tokenizer=grid.tokenizer)
+    model: dict[str, Any] = {} if size.dim is None else {"dim": size.dim}
+    return TrainConfig.from_dial(size.depth, mixer, tokenizer=grid.tokenizer or "bytes", tokens=1, **model)
+
+
+def derived_rate(config: TrainConfig) -> float:
+    """The default learning rate, which depends on the optimiser."""
+    model = config.model
+    if isinstance(model, DecoderConfig):
+        return learning_rate(model.dim, config.optimizer.name)
+    return retrofit_rate(model)
 
 
 def variants(grid: Grid, size: Size) -> Iterator[tuple[str, TrainConfig]]:
     """Name and configuration of every mechanism, with every combination of the swept options that it has."""
     for mixer in grid.mixers:
-        model: dict[str, Any] = {} if size.dim is None else {"dim": size.dim}
-        # The number of steps is set later.
-        config = TrainConfig.from_dial(size.depth, mixer, tokenizer=grid.tokenizer, tokens=1, **model)
+        config = first_config(grid, mixer, size)
         config = override(config, "data.source", grid.data)
         config = override_all(config, grid.settings.items(), applies)
         rate = grid.rates.get(mixer)
@@ -171,8 +197,8 @@ def variants(grid: Grid, size: Size) -> Iterator[tuple[str, TrainConfig]]:
         keys = [key for key in grid.sweeps if applies(config, key)]
         for values in itertools.product(*(grid.sweeps[key] for key in keys)):
             varied = override_all(config, zip(keys, values, strict=True))
-            if derived:  # it depends on the optimiser
-                varied = with_changes(varied, learning_rate(varied.model.dim, varied.optimizer.name))
+            if derived:
+                varied = with_changes(varied, derived_rate(varied))
             words = [f"{key.rsplit('.', 1)[-1]}={value}" for key, value in zip(keys, values, strict=True)]
             yield " ".join([mixer, *words]), varied
 
@@ -194,7 +220,7 @@ def check_keys(grid: Grid) -> None:
         raise ValueError("a study needs at least one mechanism and one size")
     if len(set(grid.sizes)) < len(grid.sizes):
         raise ValueError(f"sizes {', '.join(map(str, grid.sizes))}; expected each size once")
-    bases = [TrainConfig.from_dial(2, mixer, tokenizer=grid.tokenizer, tokens=1) for mixer in grid.mixers]
+    bases = [first_config(grid, mixer, Size(depth=2)) for mixer in grid.mixers]
     for config in bases:
         check_excluding(config, (*grid.sweeps, *grid.settings))
     for key in (*grid.sweeps, *grid.settings):

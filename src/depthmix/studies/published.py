@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from depthmix.models import count_parameters
 from depthmix.studies.comparison_figures import MARKERS
 from depthmix.studies.page import markdown_table
 from depthmix.studies.scaling import Fit, fit
 from depthmix.studies.study import Study
 from depthmix.support.checks import did_you_mean
 from depthmix.training.recipes import TABLE, TOKENS_PER_PARAMETER
+from depthmix.training.retrofit import count_parameters
 
 PFLOP_S_DAY = 1e15 * 86_400  # FLOPs
 POINT_HEADINGS = ("size", "parameters", "tokens", "6·N·D (FLOPs)", "PFLOP/s-days")

@@ -1,4 +1,4 @@
-"""Training a decoder: optimisers and schedules, the loop, checkpoints.
+"""Training a decoder, or a model of transformers further: optimisers and schedules, the loop, checkpoints.
 
 config = TrainConfig.from_dial(12, "block_attnres", folder="runs/block", tokens=5e6)
 result = train(override(config, "optimizer.lr", 1e-3))
@@ -15,6 +15,7 @@ from depthmix.training.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from depthmix.training.continued import retrofit_config
 from depthmix.training.evaluate import Score, score
 from depthmix.training.flops import flops_per_token
 from depthmix.training.folder import Result
@@ -22,6 +23,7 @@ from depthmix.training.loop import Interrupted, train
 from depthmix.training.metrics import read_metrics
 from depthmix.training.overrides import override
 from depthmix.training.recipes import preset_config, rule_config
+from depthmix.training.retrofit import RetrofitConfig
 
 __all__ = [
     "BadLoss",
@@ -30,6 +32,7 @@ __all__ = [
     "Interrupted",
     "OptimizerConfig",
     "Result",
+    "RetrofitConfig",
     "RunConfig",
     "ScheduleConfig",
     "Score",
@@ -42,6 +45,7 @@ __all__ = [
     "preset_config",
     "read_config",
     "read_metrics",
+    "retrofit_config",
     "rule_config",
     "score",
     "train",

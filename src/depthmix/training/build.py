@@ -7,23 +7,34 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from depthmix.data import ByteTokenizer, Corpus, FileTokenizer, prepare
 from depthmix.data.tokenizers import TOKENIZER_FILE, BatchTokenizer
 from depthmix.mechanisms.record import with_records
-from depthmix.models import Decoder, count_parameters, load_model, save_model
+from depthmix.models import Decoder, DecoderConfig, count_parameters, load_model, save_model
 from depthmix.models.decoder import empty_decoder
-from depthmix.models.io import refuse_functions
+from depthmix.models.io import check_weights, refuse_functions
 from depthmix.parallel import ranks
 from depthmix.parallel.distributed import DistributedDecoder
 from depthmix.parallel.layout import Layout, make_layout
+from depthmix.parallel.model import DistributedModel
 from depthmix.support.checks import check_device, check_memory, user_path
 from depthmix.support.files import format_of, parse_toml, read_object, read_text, seed_of
 from depthmix.training import checkpoint
 from depthmix.training.config import RESTORE, DataConfig, TrainConfig
+from depthmix.training.continued import (
+    check_retrofit_files,
+    distribute_retrofit,
+    export_retrofit,
+    is_retrofit,
+    open_retrofit,
+    retrofit_layout,
+)
+from depthmix.training.retrofit import RetrofitConfig
 
 RESULT_AGAIN = "Remove it, and `depthmix train` creates it again from the newest checkpoint"
 
@@ -55,10 +66,12 @@ def check_outside_source(data: DataConfig, folder: Path) -> None:
 
 def layout_of(config: TrainConfig) -> Layout:
     """The processes of a run and their parts in it, or an error: before they communicate."""
-    data, run = config.data, config.run
+    data, run, model = config.data, config.run, config.model
+    if isinstance(model, RetrofitConfig):
+        return retrofit_layout(config, model)
     return make_layout(
         config.parallel,
-        config.model,
+        model,
         processes=ranks.launched(),
         rows=data.rows,
         tokens=data.tokens_per_row + 1,
@@ -68,13 +81,16 @@ def layout_of(config: TrainConfig) -> Layout:
     )
 
 
-def distribute(config: TrainConfig, layout: Layout, device: torch.device) -> DistributedDecoder:
+def distribute(config: TrainConfig, layout: Layout, device: torch.device) -> DistributedModel:
     """The initial model of a run, on the ranks of its layout.
 
     Each parameter is drawn by (seed, its name), so parameters that two models share start equal, and so do the parts of
     a model on different ranks.
     """
-    size = count_parameters(config.model).total
+    model = config.model
+    if isinstance(model, RetrofitConfig):
+        return distribute_retrofit(config, model, layout, device, weights_seed(config), parameter_dtype(config))
+    size = count_parameters(model).total
     size //= layout.size // layout.replicate
     copies = 3 if config.run.device == "cpu" else 1  # for another device, only the weights are created here
     check_memory(
@@ -83,7 +99,7 @@ def distribute(config: TrainConfig, layout: Layout, device: torch.device) -> Dis
         "Choose a smaller depth, model.dim or model.vocab_size",
     )
     return DistributedDecoder(
-        config.model,
+        model,
         layout,
         device,
         prepare=lambda part: part.reset_parameters(seed=weights_seed(config)),
@@ -96,9 +112,16 @@ def distribute(config: TrainConfig, layout: Layout, device: torch.device) -> Dis
 
 def initial_model(config: TrainConfig) -> Decoder:
     """The initial model of a run in one process, as a plain decoder."""
-    model = empty_decoder(config.model)
+    model = empty_decoder(decoder_of(config))
     model.reset_parameters(seed=weights_seed(config))
     return model.to(parameter_dtype(config)).train()
+
+
+def decoder_of(config: TrainConfig) -> DecoderConfig:
+    """The configuration of the decoder, or an error for a run of another model."""
+    if not isinstance(config.model, DecoderConfig):
+        raise ValueError(f"the model comes from {config.model.from_hf}; expected a depthmix decoder")
+    return config.model
 
 
 def weights_seed(config: TrainConfig) -> int:
@@ -121,23 +144,44 @@ def disk_errors() -> Iterator[None]:
         raise OSError(str(error)) from error
 
 
-def export(model: Decoder | None, directory: Path, tokenizer: Path | None = None) -> None:
-    """Save weights, configuration and tokenizer for `depthmix generate`; None on all ranks but one."""
-    if model is not None:
-        with disk_errors():
-            save_model(model, directory)
-        if tokenizer is not None and tokenizer.is_file():
-            shutil.copyfile(tokenizer, directory / "tokenizer.json")
+def export(
+    model: nn.Module | None, directory: Path, config: TrainConfig, *, folder: Path, tokenizer: Path | None = None
+) -> None:
+    """Save weights, configuration and tokenizer for `depthmix generate`; `model` is None on all ranks but one.
+
+    `folder` is that of the run, which may have been moved.
+    """
+    if model is None:
+        return
+    with disk_errors():
+        if isinstance(config.model, RetrofitConfig):
+            export_retrofit(model, directory, folder, config, tokenizer)
+            return
+        assert isinstance(model, Decoder)
+        save_model(model, directory)
+    if tokenizer is not None and tokenizer.is_file():
+        shutil.copyfile(tokenizer, directory / "tokenizer.json")
+
+
+def check_final(config: TrainConfig, directory: Path) -> None:
+    """Check that the weights of a finished run are those that it wrote."""
+    if isinstance(config.model, RetrofitConfig):
+        check_retrofit_files(directory)
+    else:
+        check_weights(directory)
 
 
 class OpenedRun(NamedTuple):
-    model: Decoder
+    model: Any  # a Decoder, or a wrapped model of transformers
     digest: str  # of the tokens that it was trained on
     step: int | None  # of the checkpoint that it was read from; None: the run is finished
 
 
-def load_run(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> Decoder:
-    """The model of a run: the final one if it is complete, otherwise that of its newest checkpoint."""
+def load_run(folder: str | os.PathLike[str], device: torch.device | str = "cpu") -> Any:
+    """The model of a run: the final one if it is complete, otherwise that of its newest checkpoint.
+
+    A `Decoder`; of a run that began with a model of transformers that model, wrapped.
+    """
     return open_run(Path(folder), device).model
 
 
@@ -147,21 +191,28 @@ def open_run(
     """The model of a run, in evaluation mode; `dtype` and `functions` as in `load_model`."""
     if not functions:
         check_functions(folder / "config.toml")
+    place, finished = check_device(str(device)), None
     if (folder / "final").is_dir() and (folder / "result.json").is_file():
-        result = read_object(folder / "result.json", RESULT_AGAIN, ("data_digest",))
-        format_of(result, folder / "result.json")
+        finished = read_object(folder / "result.json", RESULT_AGAIN, ("data_digest",))
+        format_of(finished, folder / "result.json")
+    if is_retrofit(folder):
+        config = read_config(folder)
+        assert isinstance(config.model, RetrofitConfig)
+        module, digest, step = open_retrofit(folder, config, config.model, finished is not None, dtype)
+        return OpenedRun(module.to(place).eval(), digest or (finished or {})["data_digest"], step)
+    if finished is not None:
         model = load_model(folder / "final", device=device, dtype=dtype, functions=functions)
-        return OpenedRun(model, result["data_digest"], None)
+        return OpenedRun(model, finished["data_digest"], None)
     config = read_config(folder)
     newest = checkpoint.load_latest(folder / "checkpoints")
     if newest is None:
         raise no_model(folder)
-    model = Decoder(config.model)
+    model = Decoder(decoder_of(config))
     step, state = newest
     model.load_state_dict(with_records(model, state["model"]))
     for parameter in model.parameters() if dtype is not None else ():
         parameter.data = parameter.data.to(dtype)  # buffers keep theirs, as in `load_model`
-    return OpenedRun(model.to(check_device(str(device))).eval(), state["corpus"], step)
+    return OpenedRun(model.to(place).eval(), state["corpus"], step)
 
 
 def no_model(folder: Path) -> FileNotFoundError:

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from depthmix.data.tokenizers import vocabulary_size
+from depthmix.data.tokenizers import TOKENIZER_FILE, vocabulary_size
 from depthmix.models import DecoderConfig
 from depthmix.parallel.config import ParallelConfig
-from depthmix.support.checks import check_fields, check_option, check_positive, check_range
+from depthmix.support.checks import check_fields, check_option, check_positive, check_range, user_path
 from depthmix.support.files import FORMAT, format_of, parse_toml, read_text, toml_lines
 from depthmix.training.dial import dial_tokens, initial_std, learning_rate, output_init, split_mixer
 from depthmix.training.identity import digest_of
+from depthmix.training.retrofit import ModelConfig, RetrofitConfig, model_from_dict, model_from_saved
 
 RESTORE = "Restore the file, or choose another"
 
@@ -129,7 +130,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    model: DecoderConfig
+    model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -195,19 +196,20 @@ class TrainConfig:
         parts = {name: part for name, part in content.items() if name != "format"}
         if not isinstance(parts.get("model"), Mapping):
             return cls.from_dict(parts)  # which raises the error
-        return cls.from_dict({**parts, "model": DecoderConfig.from_saved(parts["model"], number).to_dict()})
+        return cls.from_dict({**parts, "model": model_from_saved(parts["model"], number).to_dict()})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        hints = get_type_hints(cls)
+        hints: dict[str, Any] = get_type_hints(cls)
         if extra := sorted(set(values) - set(hints)):
             raise ValueError(f"unknown sections {', '.join(extra)}; expected some of {', '.join(hints)}")
         if "model" not in values:
             raise ValueError("the section [model] is missing; expected a configuration that `depthmix train` wrote")
+        hints["model"] = DecoderConfig  # for the message
         for name, part in values.items():
             if not isinstance(part, Mapping):
                 raise ValueError(f"{name}={part!r}; expected its fields, such as {name}.{field_names(hints[name])[0]}")
-        parts: dict[str, Any] = {"model": DecoderConfig.from_dict(values["model"])}
+        parts: dict[str, Any] = {"model": model_from_dict(values["model"])}
         for name in set(values) - {"model"}:
             known = field_names(hints[name])
             if extra := sorted(set(values[name]) - set(known)):
@@ -238,7 +240,21 @@ class TrainConfig:
     @property
     def digest(self) -> str:
         """The digest of all fields that affect weights and losses."""
-        return digest_of({**self.to_dict(), "model": self.model.fingerprint()})
+        return digest_of(self.deciding(self.model.fingerprint()))
+
+    def deciding(self, model: dict[str, Any]) -> dict[str, Any]:
+        """`to_dict` with this form of the model. The tokenizer in the folder of a model is part of that folder's
+        digest, so its path decides nothing."""
+        fields = self.to_dict()
+        if self.uses_own_tokenizer:
+            fields["data"] = {**fields["data"], "tokenizer": "that of the model"}
+        return {**fields, "model": model}
+
+    @property
+    def uses_own_tokenizer(self) -> bool:
+        """Whether the tokenizer is the file in the folder of a model of transformers."""
+        model = self.model
+        return isinstance(model, RetrofitConfig) and user_path(self.data.tokenizer) == model.path / TOKENIZER_FILE
 
 
 def read_none(content: dict[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from depthmix.analysis import Magnitudes, Trace, effective_rank, measuring, tracing
-from depthmix.models import Decoder, DecoderConfig
+from depthmix.analysis.passes import without_recomputation
+from depthmix.analysis.recording import find_stack
+from depthmix.models import Decoder
 from depthmix.parallel import ranks
 from depthmix.support.files import replacing
 from depthmix.training.build import disk_errors
+from depthmix.training.retrofit import ModelConfig
 
 PROBE = (2, 64)  # rows and tokens of the fixed batch
 SPACING = 400  # training tokens per token of the fixed batch: recording then takes less than 1 % of the work
@@ -37,31 +40,31 @@ def least_interval(tokens_per_step: int) -> int:
 
 
 @contextmanager
-def evaluation_mode(model: Decoder) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """While open, experts do not count tokens, and the backward pass recomputes no sublayer."""
-    training, every = model.training, model.checkpoint_every
+    training = model.training
     model.eval()
-    model.checkpoint_every = None
     try:
-        yield
+        with without_recomputation(model):
+            yield
     finally:
         model.train(training)
-        model.checkpoint_every = every
 
 
-def measure(model: Decoder, loss: Callable[[], Tensor]) -> tuple[Magnitudes, Trace]:
+def measure(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[Magnitudes, Trace]:
     """One forward and backward pass, without an optimiser step: all that the diagnostics need."""
+    stack = find_stack(model)
     try:
-        with evaluation_mode(model), tracing(model) as make_trace, measuring(model.depth) as magnitudes:
+        with evaluation_mode(model), tracing(model) as make_trace, measuring(stack) as magnitudes:
             loss().backward()
     finally:
         model.zero_grad(set_to_none=True)
-    return magnitudes, make_trace(range(0, model.config.dim, max(1, model.config.dim // CHANNELS)))
+    return magnitudes, make_trace(range(0, stack.dim, max(1, stack.dim // CHANNELS)))
 
 
 @torch.no_grad()
-def query_norms(model: Decoder) -> list[float] | None:
-    queries = [getattr(mixer, "query", None) for mixer in model.depth.all_mixers()]
+def query_norms(model: nn.Module) -> list[float] | None:
+    queries = [getattr(mixer, "query", None) for mixer in find_stack(model).all_mixers()]
     return [float(ranks.full_tensor(q).float().norm()) for q in queries if isinstance(q, Tensor)] or None
 
 
@@ -94,7 +97,7 @@ def mean_over_tokens(values: Tensor, kept: int) -> Tensor:
     return values.double().reshape(-1, *values.shape[values.dim() - kept :]).mean(0)
 
 
-def save_snapshot(path: Path, step: int, config: DecoderConfig, trace: Trace) -> None:
+def save_snapshot(path: Path, step: int, config: ModelConfig, trace: Trace) -> None:
     """Save M and the weights over sources, averaged over tokens, heads and channels."""
     from safetensors.torch import save_file
 
@@ -108,12 +111,16 @@ def save_snapshot(path: Path, step: int, config: DecoderConfig, trace: Trace) ->
         save_file({name: tensor.float().contiguous() for name, tensor in averages.items()}, part, metadata)
 
 
-def largest_layer(model: Decoder, loss: Callable[[], Tensor]) -> str:
+def largest_layer(model: nn.Module, loss: Callable[[], Tensor]) -> str:
     """The likely source of a bad loss: the first sublayer with a non-finite output, else the one with the largest."""
-    with torch.no_grad(), measuring(model.depth) as magnitudes:
+    stack = find_stack(model)
+    with torch.no_grad(), measuring(stack) as magnitudes:
         loss()
     norms = torch.stack(magnitudes.outputs).double()
     broken = (~norms.isfinite()).nonzero()
     index = int(broken[0]) if len(broken) else int(norms.argmax())
-    layer, kind = model.config.layer_order[index // 2], ("attention", "MLP")[index % 2]
-    return f"sublayers.{2 * layer + index % 2} ({kind}), output norm {float(norms[index]):.4g}"
+    kind = {"attn": "attention", "mlp": "MLP"}[stack[index].site.kind]
+    name = f"sublayer {index + 1}"
+    if isinstance(model, Decoder):
+        name = f"sublayers.{2 * model.config.layer_order[index // 2] + index % 2}"
+    return f"{name} ({kind}), output norm {float(norms[index]):.4g}"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from depthmix.models import DecoderConfig
 from depthmix.parallel import ranks
 from depthmix.support.checks import check_device
 from depthmix.training.config import TrainConfig
@@ -29,7 +30,9 @@ def product_flops_per_second(config: TrainConfig) -> float:
     """Of the widest product of a sublayer, on the run's device and in its precision; the best of several."""
     device = check_device(config.run.device)
     check_precision(config.run.precision, device)
-    dim, hidden = min(config.model.dim, LARGEST), min(config.model.hidden, LARGEST)
+    model = config.model
+    dim = min(model.dim, LARGEST)
+    hidden = min(model.hidden if isinstance(model, DecoderConfig) else 4 * model.dim, LARGEST)
     dtype = getattr(torch, config.run.precision)
     tokens = min(config.data.rows * config.data.tokens_per_row, LARGEST)
     x = torch.ones(tokens, dim, device=device, dtype=dtype)

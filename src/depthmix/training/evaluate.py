@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from depthmix.models import Decoder, next_token_losses
-from depthmix.parallel.distributed import DistributedDecoder
+from depthmix.analysis.passes import logits_of
+from depthmix.models import next_token_losses
+from depthmix.parallel.model import DistributedModel
 
 
 class Score(NamedTuple):
@@ -24,7 +25,7 @@ class Score(NamedTuple):
 
 @torch.no_grad()
 def score(
-    model: Decoder | DistributedDecoder,
+    model: nn.Module | DistributedModel,
     tokens: Tensor,
     text_bytes: float,
     row: int,
@@ -49,9 +50,11 @@ def score(
     total = 0.0
     for part in progress(parts):
         part = part.to(device)
-        if isinstance(model, DistributedDecoder):
+        if isinstance(model, DistributedModel):
             total += model.evaluate(part) * part[:, 1:].numel()
         else:
-            total += float(next_token_losses(model(part), part)[0].double().sum())
+            logits = logits_of(model(part), part)
+            assert logits is not None
+            total += float(next_token_losses(logits, part)[0].double().sum())
     loss = total / count
     return Score(loss, loss * len(tokens) / text_bytes / math.log(2), count)

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from depthmix.models.io import check_weights
 from depthmix.parallel import ranks
 from depthmix.support.checks import check_fields
 from depthmix.support.files import format_of, lock, parse_toml, read_object, read_text, write_text
-from depthmix.training.build import RESULT_AGAIN, read_config
+from depthmix.training.build import RESULT_AGAIN, check_final, read_config
 from depthmix.training.checkpoint import on_rank_0
 from depthmix.training.config import RESTORE, TrainConfig
 from depthmix.training.identity import difference, digest_of
@@ -32,7 +31,7 @@ from depthmix.training.manifest import list_checkpoints
 CONFIG, RESULT = "config.toml", "result.json"
 REPEAT = 1.0  # seconds within which a second signal counts as a repeat of the first
 MEASURED = ("trace.json", "trace.safetensors", "ablation.json", "measured")  # of its weights
-RUN_FILES = (RESULT, "final", "checkpoints", "snapshots", "metrics.jsonl", "tensorboard", "wandb", *MEASURED)
+RUN_FILES = (RESULT, "final", "base", "checkpoints", "snapshots", "metrics.jsonl", "tensorboard", "wandb", *MEASURED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +128,7 @@ def finished_result(config: TrainConfig) -> Result | None:
     if result.config_digest not in (config.digest, old_digest(folder / CONFIG) if result.format == 1 else None):
         raise ValueError(f"{path} and {CONFIG} in its folder belong to different configurations. Choose another folder")
     try:
-        check_weights(folder / "final")
+        check_final(config, folder / "final")
     except (ValueError, OSError) as error:
         raise ValueError(f"{error}. Or remove {path}, and `depthmix train` creates both again") from error
     return result

@@ -17,10 +17,11 @@ FREE = (
     *("run.on_bad_loss", "run.bad_loss_factor", "run.recompute"),
 )
 FREE_PART = "parallel."
+FREE_FOLDER = "model.from_hf"  # of a model of transformers: its digest decides
 
 
 def is_free(key: str) -> bool:
-    return key in FREE or key.startswith(FREE_PART)
+    return key in (*FREE, FREE_FOLDER) or key.startswith(FREE_PART)
 
 
 # Fields added after 0.1.0, with the value that keeps the earlier behaviour: with it the digest stays the same.
@@ -52,7 +53,7 @@ def leaves(config: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
 
 def difference(old: TrainConfig, new: TrainConfig) -> list[str]:
     """The fields that decide the result and differ, one line for each."""
-    before, after = (dict(leaves({**config.to_dict(), "model": config.model.canonical()})) for config in (old, new))
+    before, after = (dict(leaves(config.deciding(config.model.canonical()))) for config in (old, new))
     keys = sorted(key for key in {*before, *after} if not is_free(key))
     return [
         f"{key}: was {before.get(key)!r}, is now {after.get(key)!r}"

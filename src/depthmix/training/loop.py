@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from depthmix.data import Batches
-from depthmix.models import count_parameters
 from depthmix.parallel import ranks
 from depthmix.parallel.layout import Layout
 from depthmix.support.checks import check_device
@@ -28,6 +27,7 @@ from depthmix.training.metrics import METRICS, MetricsFile, memory_bytes
 from depthmix.training.optim import Optimizers
 from depthmix.training.precision import check_precision
 from depthmix.training.resume import load_checkpoint, save_checkpoint, wait_for_checkpoint
+from depthmix.training.retrofit import count_parameters
 from depthmix.training.run import Report, Run
 from depthmix.training.schedule import rate_factor
 from depthmix.training.validation import held_out, run_diagnostics, run_validation
@@ -62,7 +62,8 @@ def train(
         run = begin(config, layout, device, report)
         try:
             run_steps(run)
-            export(run.model.whole(), run.folder / "final", run.corpus.folder / "tokenizer.json")
+            tokenizer = run.corpus.folder / "tokenizer.json"
+            export(run.model.whole(), run.folder / "final", config, folder=run.folder, tokenizer=tokenizer)
             return write_result(run.folder, make_result(run))
         finally:
             run.close()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mechanisms import param_groups
-from depthmix.models.decoder import SublayerLoop
+from depthmix.models.roles import HasRoles
 from depthmix.training.config import OptimizerConfig
 from depthmix.training.muon import Muon
 
@@ -17,35 +17,36 @@ from depthmix.training.muon import Muon
 STATE = {"AdamW": {"step": False, "exp_avg": True, "exp_avg_sq": True}, "Muon": {"momentum_buffer": True}}
 
 
-def parameter_groups(model: SublayerLoop, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """All parameters of a decoder, or of a segment of one: groups of {"params", "names", "weight_decay", "muon"}.
+def parameter_groups(model: HasRoles, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """All parameters of a model, or of a part of one: groups of {"params", "names", "weight_decay", "muon"}.
 
     - Depth mixers: by `param_groups`, the rules of their mechanism. KV mixers: AdamW without decay.
     - Matrices of sublayers: decay; Muon if it is chosen. The router: decay, but AdamW, since each of its rows is the
       vector of one expert. Expert weights [E, F, D] are stacks of matrices, which Muon does not support: AdamW.
     - Embedding and head: AdamW with decay. Norms and other vectors: AdamW without decay.
+
+    The model says which parameter is what. Frozen ones are in no group.
     """
+    names = model.mixer_names()
     mixers = [
-        {**g, "names": [f"depth.{n}" for n in g["names"]]}
+        {**g, "names": [names[p] for p in g["params"]]}
         for g in param_groups(model.depth, weight_decay=config.weight_decay)
     ]
-    rest: dict[tuple[bool, bool], dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
-        if name.startswith("depth."):
-            continue
-        matrix = parameter.dim() >= 2 and not name.startswith("kv_mixers.")
-        muon = matrix and parameter.dim() == 2 and name.startswith("sublayers.") and ".router." not in name
-        decay = config.weight_decay if matrix else 0.0
-        group = rest.setdefault((matrix, muon), {"params": [], "names": [], "weight_decay": decay, "muon": muon})
-        group["params"].append(parameter)
-        group["names"].append(name)
+    rest: dict[str, dict[str, Any]] = {}
+    for name, parameter, role in model.parameter_roles():
+        if parameter.requires_grad:
+            decay = 0.0 if role == "vector" else config.weight_decay
+            new = {"params": [], "names": [], "weight_decay": decay, "muon": role == "matrix"}
+            group = rest.setdefault(role, new)
+            group["params"].append(parameter)
+            group["names"].append(name)
     return [*rest.values(), *mixers]
 
 
 class Optimizers:
     """AdamW, and Muon if it is chosen, behind one interface; state by parameter name."""
 
-    def __init__(self, parts: Iterable[SublayerLoop], config: OptimizerConfig) -> None:
+    def __init__(self, parts: Iterable[HasRoles], config: OptimizerConfig) -> None:
         """`parts` are those of this process; a parameter of several of them is updated once."""
         groups = without_repeats(group for part in parts for group in parameter_groups(part, config))
         self.lr = config.lr

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from depthmix.data.tokenizers import vocabulary_size
-from depthmix.models import PRESETS, DecoderConfig, count_parameters, preset
+from depthmix.models import PRESETS, DecoderConfig, preset
 from depthmix.models import presets as shapes
 from depthmix.support.checks import did_you_mean
 from depthmix.training.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 from depthmix.training.dial import initial_std, split_mixer
+from depthmix.training.retrofit import count_parameters
 
 RULE = "attnres"  # name of the rule, used like the name of a preset
 MICRO_ROWS = 16  # rows of a micro-batch if a batch is split into several; our choice

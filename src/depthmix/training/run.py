@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from depthmix.analysis.passes import mean_loss
 from depthmix.data import Batches, Corpus
-from depthmix.models import Decoder
-from depthmix.parallel.distributed import DistributedDecoder
+from depthmix.parallel.model import DistributedModel
 from depthmix.training.config import TrainConfig
 from depthmix.training.flops import flops_per_token
 from depthmix.training.metrics import MetricsFile
@@ -42,7 +42,7 @@ class Run:
     config: TrainConfig
     corpus: Corpus
     device: torch.device
-    model: DistributedDecoder
+    model: DistributedModel
     optimizers: Optimizers
     batches: Batches
     probe: Tensor  # the fixed batch of the diagnostics
@@ -68,19 +68,15 @@ class Run:
         self.clock = now
         return self.progress.processor_seconds
 
-    def probe_model(self) -> Decoder | None:
-        """The decoder for diagnostics; every rank must call this.
+    def probe_model(self) -> nn.Module | None:
+        """The model for diagnostics, see `DistributedModel.probe`; every rank must call this."""
+        model: nn.Module | None = self.model.probe()
+        return model
 
-        Sharded by FSDP2 at most, all ranks run it. Otherwise it is put together on rank 0, and None elsewhere.
-        """
-        if self.model.layout.is_whole:
-            decoder: Decoder = self.model.roots[0]
-            return decoder
-        return self.model.whole()
-
-    def probe_loss(self, model: Decoder) -> Tensor:
+    def probe_loss(self, model: nn.Module) -> Tensor:
         with self.model.autocast():
-            return model.loss(self.probe)
+            loss: Tensor = mean_loss(model, self.probe)
+        return loss
 
     def log_metrics(self, kind: str, values: Mapping[str, Any]) -> None:
         if self.metrics is not None:

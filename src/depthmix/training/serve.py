@@ -17,7 +17,8 @@ from depthmix.parallel.layout import Layout
 from depthmix.parallel.serving import serving_layout
 from depthmix.support.files import read_object
 from depthmix.training import checkpoint
-from depthmix.training.build import RESULT_AGAIN, check_functions, no_model, read_config
+from depthmix.training.build import RESULT_AGAIN, check_functions, decoder_of, no_model, read_config
+from depthmix.training.continued import is_retrofit
 
 
 @dataclass
@@ -61,10 +62,15 @@ def plan_serving(folder: Path, *, tp: int = 1, pp: int = 1, divide: bool = False
         functions: as in `load_model`.
     """
     digest, weights, is_run = None, None, (folder / "config.toml").is_file()
+    if is_retrofit(folder):
+        raise ValueError(
+            f"the model of {folder} comes from transformers; expected a depthmix decoder on several processes. Run the "
+            "command on one process, without --tp and --pp"
+        )
     if is_run and not functions:
         check_functions(folder / "config.toml")
     if is_run and not (folder / "result.json").is_file():
-        config = read_config(folder).model
+        config = decoder_of(read_config(folder))
     else:
         weights = folder / "final" if (folder / "final").is_dir() else folder
         config = read_model_config(weights, functions)
