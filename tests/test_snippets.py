@@ -52,6 +52,7 @@ EXAMPLES = {  # the test that runs each script
     "compare_demo.py": "tests/test_snippets.py",
     "figures.py": "tests/analysis/test_plot_effects.py",
     "hf_interpret.py": "tests/hf/test_examples.py",
+    "hf_retrofit.py": "tests/hf/test_examples.py",
     "hf_trainer.py": "tests/hf/test_examples.py",
     "long_prompt.py": "tests/inference/test_prefill.py",
     "mixing_matrices.py": "tests/test_house.py",

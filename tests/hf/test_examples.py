@@ -52,3 +52,14 @@ def test_training_from_scratch_with_trainer_resumes_and_writes_a_model(tmp_path:
     out = run("hf_trainer.py", tmp_path, "--steps", 6)  # resumes after step 4
     assert "after 6 steps" in out
     assert (tmp_path / "checkpoints" / "checkpoint-6").is_dir()
+
+
+@pytest.mark.full
+def test_a_retrofit_is_compared_with_going_on_without(tmp_path: Path) -> None:
+    out = run("hf_retrofit.py", tmp_path, "--steps", 3)
+    assert "a model to begin with: loss" in out
+    assert "block_attnres" in out
+    assert "away from the plain residual's 1" in out
+    (final,) = tmp_path.glob("comparison/runs/block_attnres*/final")
+    assert "with block_attnres" in (final / "README.md").read_text()
+    assert dm.trace(transformers.AutoModelForCausalLM.from_pretrained(final), torch.tensor([[1, 2]])).M.shape[-1] == 17

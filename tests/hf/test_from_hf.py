@@ -112,6 +112,9 @@ def test_the_final_folder_gives_the_logits_of_the_run(tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
     assert tokenizer("depth").input_ids == [*b"depth"]
     assert (tmp_path / "run" / "final" / "tokenizer_config.json").is_file()
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    for words in ("# qwen3 with attnres and value_residual\n", "| began with | base, SHA-256 ", "| steps | 3 |"):
+        assert words in card, words
 
 
 @pytest.mark.full

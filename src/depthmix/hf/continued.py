@@ -21,12 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from depthmix.hf.base import TOKENIZER, copy_companions, empty_model, without_bars
+from depthmix.hf.card import card_of
 from depthmix.hf.layer import MIXERS, VALUE_MIXER
 from depthmix.hf.wrap import unwrap, wrap
-from depthmix.hf.wrapped_model import WrappedModel, layers_of
+from depthmix.hf.wrapped_model import layers_of
 from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer
 from depthmix.mechanisms.record import with_records
 from depthmix.models import Choice
+from depthmix.models.card import write_card
 from depthmix.models.decoder import mean_loss
 from depthmix.models.roles import Role
 from depthmix.support.files import digest, flush, read_object, seed_of
@@ -133,7 +135,9 @@ def draw_mixers(model: Any, seed: int) -> None:
             module.reset_parameters()
 
 
-def save_continued(model: Any, target: Path, base: Path, tokenizer: Path | None, *, plain: bool) -> None:
+def save_continued(
+    model: Any, target: Path, base: Path, tokenizer: Path | None, *, plain: bool, training: Mapping[str, object]
+) -> None:
     """Save a model as a folder that the Auto classes read; what the folder held stays until this one is complete.
 
     Args:
@@ -142,10 +146,12 @@ def save_continued(model: Any, target: Path, base: Path, tokenizer: Path | None,
         base: where the files besides the weights are.
         tokenizer: a tokenizer.json that replaces the base's; None: the base's.
         plain: whether the mechanism adds nothing, so that transformers alone can read the model.
+        training: what the card says of its training.
     """
     part, old = (target.with_name(f"{target.name}.{os.getpid()}.{end}") for end in ("part", "old"))
     remove_leftovers(target)
-    if plain and isinstance(model, WrappedModel):
+    card = card_of(model, target.name, model.depth_stack(), model.value_mixers(), training)
+    if plain:
         model = unwrap(model)
     if tokenizer is None:
         copy_companions(base, part)
@@ -154,6 +160,7 @@ def save_continued(model: Any, target: Path, base: Path, tokenizer: Path | None,
         shutil.copyfile(tokenizer, part / TOKENIZER)
     with without_bars():
         model.save_pretrained(part)
+    write_card(part, card)
     files = {path.name: digest(path) for path in sorted(part.iterdir())}
     (part / RECORD).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
     for path in (*part.iterdir(), part):

@@ -9,6 +9,8 @@ from typing import Any
 from depthmix.mechanisms import DepthStack, KVMixer
 from depthmix.mechanisms.blend import Blend
 from depthmix.mechanisms.registry import name_of
+from depthmix.models.counting import count_parameters
+from depthmix.models.decoder import Decoder
 from depthmix.support.files import read_text, version, write_text
 
 CARD = "README.md"
@@ -56,6 +58,24 @@ def model_card(
     return "\n\n".join(parts) + "\n"
 
 
+def decoder_card(model: Decoder, folder: Path, training: Facts) -> str:
+    """The card of a decoder that `save_model` writes into `folder`."""
+    config, counts = model.config, count_parameters(model.config)
+    sizes = {
+        "width": config.dim,
+        "layers": config.layers,
+        "vocabulary": config.vocab_size,
+        "parameters": counts.total,
+        "of which a token uses": counts.active if counts.active != counts.total else None,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+    }
+    values = [*model.kv_mixers]
+    names = " and ".join([model.depth.name, *(name_of(type(mixer)) for mixer in values[-1:])])
+    usage = f'import depthmix as dm\n\nmodel = dm.load_model("{folder.name}")'
+    mixer: Any = values[-1] if values else None
+    return model_card(f"A decoder with {names}", "depthmix", model.depth, mixer, sizes, training, usage)
+
+
 def mixing(stack: DepthStack) -> dict[str, object]:
     """The mechanism in words: its name, its units, and every option."""
     described = {
@@ -81,7 +101,8 @@ def options_text(options: Facts) -> str:
 
 
 def table(rows: Facts) -> str:
-    """Two columns; what is empty is left out."""
-    shown = {name: f"{value:,}" if isinstance(value, int) else str(value) for name, value in rows.items()}
-    lines = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in shown.items() if value]
+    """Two columns; what is empty or None is left out."""
+    given = {name: value for name, value in rows.items() if value not in (None, "")}
+    shown = {name: f"{value:,}" if isinstance(value, int) else str(value) for name, value in given.items()}
+    lines = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in shown.items()]
     return "\n".join(["| | |", "|---|---|", *lines])

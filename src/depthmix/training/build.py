@@ -16,6 +16,7 @@ from depthmix.data import ByteTokenizer, Corpus, FileTokenizer, prepare
 from depthmix.data.tokenizers import TOKENIZER_FILE, BatchTokenizer
 from depthmix.mechanisms.record import with_records
 from depthmix.models import Decoder, DecoderConfig, count_parameters, load_model, save_model
+from depthmix.models.card import decoder_card, write_card
 from depthmix.models.decoder import empty_decoder
 from depthmix.models.io import check_weights, refuse_functions
 from depthmix.parallel import ranks
@@ -25,6 +26,7 @@ from depthmix.parallel.model import DistributedModel
 from depthmix.support.checks import check_device, check_memory, user_path
 from depthmix.support.files import format_of, parse_toml, read_object, read_text, seed_of
 from depthmix.training import checkpoint
+from depthmix.training.card import training_facts
 from depthmix.training.config import RESTORE, DataConfig, TrainConfig
 from depthmix.training.continued import (
     check_retrofit_files,
@@ -159,6 +161,7 @@ def export(
             return
         assert isinstance(model, Decoder)
         save_model(model, directory)
+    write_card(directory, decoder_card(model, directory, training_facts(config)))
     if tokenizer is not None and tokenizer.is_file():
         shutil.copyfile(tokenizer, directory / "tokenizer.json")
 

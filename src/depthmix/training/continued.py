@@ -20,6 +20,7 @@ from depthmix.parallel.sharded import ShardedModel
 from depthmix.support.checks import check_memory, user_path
 from depthmix.support.files import parse_toml, read_text
 from depthmix.training import checkpoint
+from depthmix.training.card import training_facts
 from depthmix.training.config import RESTORE, DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
 from depthmix.training.dial import split_mixer
 from depthmix.training.retrofit import KIND, RetrofitConfig, count_parameters
@@ -209,7 +210,8 @@ def export_retrofit(module: Any, directory: Path, folder: Path, config: TrainCon
         if config.data.tokenizer == "bytes":
             from_tokenizer(ByteTokenizer()).save_pretrained(made)
             given = Path(made) / TOKENIZER_FILE
-        save_continued(module, directory, folder / BASE, given, plain=config.model.is_plain)
+        facts = training_facts(config)
+        save_continued(module, directory, folder / BASE, given, plain=config.model.is_plain, training=facts)
 
 
 def check_retrofit_files(directory: Path) -> None:
