@@ -235,7 +235,7 @@ def test_difference_their_first_sublayer_has_coefficients_to_read_one_source_and
     pin("h_1 with biases of 0 is the embedding times", (h / x).mean().item(), 2 + 4e-6, rel=1e-9)
 
 
-def test_difference_their_start_is_not_the_prenorm_network_and_that_of_depthmix_is(pin: Any) -> None:
+def test_difference_their_start_is_not_the_prenorm_network_and_depthmix_has_one_that_is(pin: Any) -> None:
     torch.manual_seed(0)
     config = tiny_config(64, 1)
     module = DeepseekV4HyperConnection(config)
@@ -246,7 +246,7 @@ def test_difference_their_start_is_not_the_prenorm_network_and_that_of_depthmix_
     assert (module.base.unique().tolist(), module.scale.unique().tolist()) == ([0.0], [1.0])
     x, y = torch.randn(64, 8, 64), torch.randn(64, 8, 64)
     _, _, h = module(copies(x, 4))
-    fresh = dm.DepthStack("mhc", dim=64, depth=3)[1]
+    fresh = dm.DepthStack("mhc", dim=64, depth=3, start="prenorm")[1]
     ours, carry = fresh.read((copies(x, 4),))
     (new,) = fresh.write((copies(x, 4),), carry, y)
     assert difference([ours, new], [x, copies(x + y, 4)]) < 1e-6

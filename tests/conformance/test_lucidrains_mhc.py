@@ -126,11 +126,11 @@ def test_difference_the_module_itself_parts_equal_streams(pin: Any) -> None:
     pin("mHC: equal streams after a step, 3 iterations", difference([theirs], [equal]), 3.7e-3)
 
 
-def test_difference_their_start_is_not_the_prenorm_network_and_that_of_depthmix_is(pin: Any) -> None:
+def test_difference_their_start_is_not_the_prenorm_network_and_depthmix_has_one_that_is(pin: Any) -> None:
     module = mHC(M, dim=D, layer_index=1).double()
     stream, y = streams_and_output([1.0] * M)
     equal = stream[..., :1, :].expand_as(stream).contiguous()
-    fresh = dm.DepthStack("mhc", dim=D, depth=3).double()[1]
+    fresh = dm.DepthStack("mhc", dim=D, depth=3, start="prenorm").double()[1]
     h, carry = fresh.read((equal,))
     new = fresh.write((equal,), carry, y)
     # ln 3 was rounded to float32 when the parameters were made
