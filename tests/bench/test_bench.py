@@ -9,6 +9,9 @@ import importlib.metadata
 import json
 import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +176,27 @@ def test_an_interrupted_run_goes_on_from_its_journal(tmp_path: Path, capsys: pyt
 def test_a_child_that_dies_is_told(statement: str, message: str) -> None:
     with pytest.raises(ChildFailed, match=message):
         run_child(Job(label="doomed", target="timeit:timeit", arguments={"stmt": statement, "number": 1}))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_a_child_ends_with_a_killed_benchmark(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    job = f"Job(label='x', target='tests.bench.test_bench:sleep', arguments={{'note': {str(note)!r}}})"
+    script = f"from depthmix.bench.processes import Job, run_child; run_child({job})"
+    with subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2]) as benchmark:
+        deadline = time.monotonic() + 60
+        while not (note.is_file() and note.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        benchmark.kill()
+    pid = int(note.read_text())
+    while time.monotonic() < deadline and (Path("/proc") / str(pid)).exists():
+        time.sleep(0.05)
+    assert not (Path("/proc") / str(pid)).exists()
+
+
+def sleep(note: str) -> None:
+    Path(note).write_text(str(os.getpid()))
+    time.sleep(120)
 
 
 def test_a_failing_child_ends_the_command_with_its_message(
