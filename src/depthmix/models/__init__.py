@@ -8,6 +8,7 @@ from depthmix.models.config import Choice, DecoderConfig, LoopConfig, MoEConfig
 from depthmix.models.counting import count_parameters
 from depthmix.models.decoder import Decoder, next_token_losses
 from depthmix.models.io import load_model, load_segment, save_model
+from depthmix.models.kinds import KDAConfig, MLAConfig
 from depthmix.models.moe import update_balance
 from depthmix.models.presets import PRESETS, preset
 from depthmix.models.segment import Segment
@@ -18,7 +19,9 @@ __all__ = [
     "Choice",
     "Decoder",
     "DecoderConfig",
+    "KDAConfig",
     "LoopConfig",
+    "MLAConfig",
     "MoEConfig",
     "Segment",
     "count_parameters",
