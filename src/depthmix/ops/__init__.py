@@ -1,4 +1,4 @@
-"""Pure tensor functions of depth mixing; their plain torch forms are in reference.py and attend/reference.py."""
+"""Pure tensor functions; their plain torch forms are in reference.py, attend/reference.py and kda/reference.py."""
 
 from depthmix.ops.attend import (
     ReadOptions,
@@ -17,6 +17,7 @@ from depthmix.ops.attend import (
 )
 from depthmix.ops.delta import normed_delta
 from depthmix.ops.grouped import grouped_linear, plain_grouped_linear
+from depthmix.ops.kda import kda, log_decay, unit_vectors
 from depthmix.ops.memory import empty_cache, keep_freed_memory
 from depthmix.ops.reference import (
     KeyNorm,
@@ -28,14 +29,17 @@ from depthmix.ops.reference import (
     unit_key,
     wide,
 )
+from depthmix.ops.short_conv import ValidFirst, causal_conv
 from depthmix.ops.sinkhorn import sinkhorn
 from depthmix.ops.streams import head_products, normed_linear, read_streams, weighted_sum, write_streams
 
 __all__ = [
     "KeyNorm",
     "ReadOptions",
+    "ValidFirst",
     "accumulator",
     "attend",
+    "causal_conv",
     "check_sources",
     "delta_rule",
     "elu1",
@@ -43,9 +47,11 @@ __all__ = [
     "fold",
     "grouped_linear",
     "head_products",
+    "kda",
     "keep_freed_memory",
     "key_of",
     "linear",
+    "log_decay",
     "merge",
     "normed_delta",
     "normed_linear",
@@ -59,6 +65,7 @@ __all__ = [
     "sharing_pays",
     "sinkhorn",
     "unit_key",
+    "unit_vectors",
     "using",
     "weighted_mixture",
     "weighted_sum",
