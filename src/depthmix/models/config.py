@@ -43,7 +43,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """A mixture of experts that replaces each MLP."""
+    """A mixture of experts that replaces each MLP, except those of the first layers."""
 
     experts: int = 64
     active: int = 8  # experts that a token is routed to
@@ -52,6 +52,8 @@ class MoEConfig:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     balance: Literal["bias", "loss", "none"] = "bias"  # bias: without an auxiliary loss, see `MixtureOfExperts`
     balance_rate: float = 1e-3  # step of the bias, or weight of the auxiliary loss
+    scale: float = 1.0  # factor of the routed experts' sum; the shared experts are not scaled
+    dense_layers: int = 0  # number of first layers that have an MLP of the decoder's `hidden` instead
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -62,6 +64,9 @@ class MoEConfig:
         check_range("moe.shared", self.shared, 0, 2**16)
         check_range("moe.hidden", self.hidden, 1, MOST_DIM)
         check_range("moe.balance_rate", self.balance_rate, 0)
+        if not self.scale > 0:
+            raise ValueError(f"moe.scale={self.scale}; expected a number above 0, such as 1.0")
+        check_range("moe.dense_layers", self.dense_layers, 0, MOST_DEPTH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +128,9 @@ class DecoderConfig:
         check_divides("kv_heads", self.num_kv_heads, self.heads, of="the query heads, heads")
         if self.width % 2:
             raise ValueError(f"head_dim={self.width}; expected an even number, since RoPE rotates pairs of channels")
+        if self.moe is not None:
+            remedy = f"The decoder has {self.layers} layers; without experts in any of them, use moe=None"
+            check_range("moe.dense_layers", self.moe.dense_layers, 0, self.layers - 1, remedy=remedy)
         if self.loop is not None:
             check_range("loop.last", self.loop.last, 1, self.layers, remedy=f"The decoder has {self.layers} layers")
             check_range("loop.repeats", self.loop.repeats, 1, MOST_DEPTH // (2 * self.layers))
