@@ -10,7 +10,11 @@ from typing import Any, Literal
 
 from depthmix.mechanisms import MixerConfig, kv_mechanism, legacy, make_config, mechanism
 from depthmix.mechanisms.base import MOST_DEPTH, MOST_DIM, Kind
+from depthmix.models import backbones
 from depthmix.support.checks import check_divides, check_fields, check_positive, check_range, make_part
+
+
+DIAL_SIZES = ("dim", "heads", "hidden")  # from which the other sizes of a backbone follow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,15 +182,22 @@ class DecoderConfig:
         return ["attn", "mlp"] * len(self.layer_order)
 
     @classmethod
-    def from_depth(cls, depth: int, **overrides: Any) -> DecoderConfig:
-        """A decoder from one number: `depth` sublayers of width 32·depth, heads from `dial_heads`, bytes as tokens."""
+    def from_depth(cls, depth: int, *, backbone: str = backbones.QWEN3, **overrides: Any) -> DecoderConfig:
+        """A decoder from one number: `depth` sublayers of width 32·depth, heads from `dial_heads`, bytes as tokens.
+
+        Args:
+            depth: number of sublayers; attention and MLP count separately.
+            backbone: "qwen3" or "kimi_linear", which decides the kinds of attention, their sizes and the experts.
+            overrides: other fields. Of `dim`, `heads` and `hidden` given here, the backbone's other sizes follow.
+        """
         if not isinstance(depth, int) or isinstance(depth, bool) or not 2 <= depth <= MOST_DEPTH or depth % 2:
             raise ValueError(f"depth={depth!r}; expected an even number of sublayers, 2 to {MOST_DEPTH}")
-        dim = overrides.get("dim", -(-32 * depth // 64) * 64)
-        if isinstance(dim, int):
-            check_range("dim", dim, 1, MOST_DIM)
-        derived = {"dim": dim, "heads": dial_heads(dim), "hidden": -(-8 * dim // (3 * 64)) * 64}
-        return cls(**{"vocab_size": 256, "layers": depth // 2, **derived, **overrides})
+        sizes = {"dim": -(-32 * depth // 64) * 64, **{k: v for k, v in overrides.items() if k in DIAL_SIZES}}
+        for name, size in sizes.items():
+            if isinstance(size, int):
+                check_range(name, size, 1, MOST_DIM)
+        derived = backbones.derive(backbone, layers=depth // 2, **sizes)
+        return cls(**{"vocab_size": 256, "layers": depth // 2, "dim": sizes["dim"], **derived, **overrides})
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain JSON values."""
@@ -248,13 +259,6 @@ class DecoderConfig:
         if missing := sorted(needed - set(given)):
             raise ValueError(f"missing fields: {', '.join(missing)}")
         return cls(**given)
-
-
-def dial_heads(dim: int) -> int:
-    """The number of heads: of about 64 channels, or about 32 below a width of 256, since with one or two heads the
-    losses of different seeds differ several times as much."""
-    most = max(1, dim // (64 if dim >= 256 else 32))
-    return next((heads for heads in range(most, 1, -1) if dim % (2 * heads) == 0), 1)
 
 
 def without_defaults(cls: type[MixerConfig], options: Mapping[str, Any], sizes: dict[str, int]) -> Mapping[str, Any]:
