@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from depthmix.cli.shared import Data, Several, can_draw, flag, print_ending, print_points, repeatable, resumable
-from depthmix.cli.study_options import Runs, StudyOutput, make_grid, run_arms
+from depthmix.cli.shared import Backbone, Data, Several, can_draw, flag, print_ending, print_points, repeatable, resumable
+from depthmix.cli.study_options import STUDY_BACKBONE, Runs, StudyOutput, make_grid, run_arms
 from depthmix.studies import Comparison, Size, make_arms
 from depthmix.studies.arms import equal_compute
 from depthmix.studies.comparison_figures import draw_comparison
@@ -34,6 +34,7 @@ class Arms:
     ] = ("residual", "block_attnres")  # fmt: skip
     depth: Annotated[int, flag("Number of sublayers, attention and MLP counted separately.", "L")] = 12
     dim: Annotated[int | None, flag("Width.", "D", default="follows from the depth")] = None
+    backbone: Annotated[Backbone, STUDY_BACKBONE] = "qwen3"
     shapes: Annotated[
         str | None,
         flag("Instead of --depth and --dim: several depths and widths at equal compute, such as 12x256,24x128. "
@@ -78,7 +79,7 @@ def run(*, arms: Arms = Arms(), data: Data = Data(), training: Training = Traini
     if training.lrs and training.lr_of:
         tried, fixed = list(training.lrs), list(training.lr_of)
         raise ValueError(f"lrs={tried} and lr_of={fixed}; expected only one: rates to try, or a rate for each arm")
-    grid = make_grid(arms.mixers, sizes, data, training, rates=training.lr_of)
+    grid = make_grid(arms.mixers, sizes, data, training, rates=training.lr_of, backbone=arms.backbone)
     tokens = training.tokens
     if tokens is not None and "run.steps" in grid.settings:
         raise ValueError(f"tokens={tokens:g} and run.steps={grid.settings['run.steps']}; expected only one of them")

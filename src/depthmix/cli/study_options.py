@@ -11,6 +11,9 @@ from depthmix.cli.shared import SET, Data, Several, flag, repeatable, switch
 from depthmix.studies import Arm, Grid, Size, Study, run_study
 
 
+STUDY_BACKBONE = flag("Backbone of every arm: qwen3 or kimi_linear, as in `depthmix train`.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Runs:
     seeds: int  # each verb says what they mean there, as with tokens
@@ -46,12 +49,16 @@ class StudyOutput:
 
 
 def make_grid(
-    mixers: Sequence[str], sizes: Sequence[Size], data: Data, training: Runs, rates: Sequence[str] = ()
+    mixers: Sequence[str],
+    sizes: Sequence[Size],
+    data: Data,
+    training: Runs,
+    rates: Sequence[str] = (),
+    backbone: str = "qwen3",
 ) -> Grid:
     source, tokenizer = data.data or "stdlib", data.tokenizer or "bytes"
-    return Grid.parse(
-        mixers, sizes, sweep=training.sweep, settings=training.set_, rates=rates, data=source, tokenizer=tokenizer
-    )
+    given = {"data": source, "tokenizer": tokenizer, "backbone": backbone}
+    return Grid.parse(mixers, sizes, sweep=training.sweep, settings=training.set_, rates=rates, **given)
 
 
 def run_arms(arms: Sequence[Arm], training: Runs, output: StudyOutput) -> Study:

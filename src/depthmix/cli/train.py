@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from depthmix.cli.processes import BY_DEFAULT, Processes
-from depthmix.cli.shared import SET, Data, Several, flag, print_result, switch
+from depthmix.cli.shared import BACKBONE, SET, Backbone, Data, Several, flag, print_result, switch
 from depthmix.ops import keep_freed_memory
 from depthmix.parallel.ranks import main_process
 from depthmix.support.checks import split_pair
@@ -56,6 +56,7 @@ class Model:
              "batch and length follow from it.", "L", default="12"),
     ] = None  # fmt: skip
     dim: Annotated[int | None, flag("Width.", "D", default="follows from the depth")] = None
+    backbone: Annotated[Backbone | None, BACKBONE] = None
     preset: Annotated[
         str | None,
         flag("Instead of --depth: a model of one of the papers with its whole recipe, such as attnres-194m; or attnres "
@@ -271,9 +272,9 @@ def resolve_config(
     if tokens is not None and not 0 < tokens < math.inf:
         raise ValueError(f"tokens={tokens}; expected a number above 0")
     saved = None if folder is None else folder / "config.toml"
-    if saved is not None and saved.is_file() and all(given is None for given in (file, preset, depth, dim, mixer)):
+    if saved is not None and saved.is_file() and model == Model():
         file = saved
-    check_one_start(file, preset, depth, dim)
+    check_one_start(file, preset, depth, dim, model.backbone)
     keys = dict(pairs)
     if file is not None:
         config = from_file(file, mixer)
@@ -288,6 +289,8 @@ def resolve_config(
             sizes["dim"] = dim
         sizes["tokenizer"] = keys.get("data.tokenizer", "bytes")
         dial = 12 if depth is None else depth
+        if model.backbone is not None:
+            sizes["backbone"] = model.backbone
         if preset == RULE:
             config = rule_config(dial, mixer=mixer, tokens=tokens, **sizes)
         else:
@@ -303,7 +306,9 @@ def resolve_config(
     return config
 
 
-def check_one_start(file: Path | None, preset: str | None, depth: int | None, dim: int | None) -> None:
+def check_one_start(
+    file: Path | None, preset: str | None, depth: int | None, dim: int | None, backbone: str | None
+) -> None:
     """A file, a preset and the dial exclude each other; the rule of a table takes the dial's sizes."""
     if file is not None and preset is not None:
         raise ValueError(f"preset={preset} and config={file}; expected only one of them")
@@ -312,6 +317,8 @@ def check_one_start(file: Path | None, preset: str | None, depth: int | None, di
         if start is not None and given is not None:
             other = f", or --preset {RULE} for other sizes" if file is None else ""
             raise ValueError(f"{name}={given} and {start}; expected only one of them, or set model.{key}{other}")
+    if start is not None and backbone is not None:
+        raise ValueError(f"backbone={backbone} and {start}; expected only one of them: the {start.split('=')[0]} has one")
 
 
 def from_file(file: Path, mixer: str | None) -> TrainConfig:

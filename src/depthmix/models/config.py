@@ -10,11 +10,13 @@ from typing import Any, Literal
 
 from depthmix.mechanisms import MixerConfig, kv_mechanism, legacy, make_config, mechanism
 from depthmix.mechanisms.base import MOST_DEPTH, MOST_DIM, Kind
+from depthmix.models import backbones
 from depthmix.models.kinds import KDAConfig, Kept, MLAConfig, repeat_kinds
 from depthmix.support.checks import check_divides, check_fields, check_positive, check_range, make_part
 
 KDA_EXAMPLE = "{'heads': 4, 'head_dim': 32}"
 MLA_EXAMPLE = "{'rank': 64, 'nope': 32, 'shared': 16, 'value': 32}"
+DIAL_SIZES = ("dim", "heads", "hidden")  # from which the other sizes of a backbone follow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """A mixture of experts that replaces each MLP."""
+    """A mixture of experts that replaces each MLP, except those of the first layers."""
 
     experts: int = 64
     active: int = 8  # experts that a token is routed to
@@ -56,6 +58,8 @@ class MoEConfig:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     balance: Literal["bias", "loss", "none"] = "bias"  # bias: without an auxiliary loss, see `MixtureOfExperts`
     balance_rate: float = 1e-3  # step of the bias, or weight of the auxiliary loss
+    scale: float = 1.0  # factor of the routed experts' sum; the shared experts are not scaled
+    dense_layers: int = 0  # number of first layers that have an MLP of the decoder's `hidden` instead
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -66,6 +70,9 @@ class MoEConfig:
         check_range("moe.shared", self.shared, 0, 2**16)
         check_range("moe.hidden", self.hidden, 1, MOST_DIM)
         check_range("moe.balance_rate", self.balance_rate, 0)
+        if not self.scale > 0:
+            raise ValueError(f"moe.scale={self.scale}; expected a number above 0, such as 1.0")
+        check_range("moe.dense_layers", self.dense_layers, 0, MOST_DEPTH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +139,9 @@ class DecoderConfig:
         check_range("init_std", self.init_std, 0)
         check_range("output_init", self.output_init, 0)
         check_attention(self)
+        if self.moe is not None:
+            remedy = f"The decoder has {self.layers} layers; without experts in any of them, use moe=None"
+            check_range("moe.dense_layers", self.moe.dense_layers, 0, self.layers - 1, remedy=remedy)
         if self.loop is not None:
             check_range("loop.last", self.loop.last, 1, self.layers, remedy=f"The decoder has {self.layers} layers")
             check_range("loop.repeats", self.loop.repeats, 1, MOST_DEPTH // (2 * self.layers))
@@ -192,15 +202,22 @@ class DecoderConfig:
         return ["attn", "mlp"] * len(self.layer_order)
 
     @classmethod
-    def from_depth(cls, depth: int, **overrides: Any) -> DecoderConfig:
-        """A decoder from one number: `depth` sublayers of width 32·depth, heads from `dial_heads`, bytes as tokens."""
+    def from_depth(cls, depth: int, *, backbone: str = backbones.QWEN3, **overrides: Any) -> DecoderConfig:
+        """A decoder from one number: `depth` sublayers of width 32·depth, heads from `dial_heads`, bytes as tokens.
+
+        Args:
+            depth: number of sublayers; attention and MLP count separately.
+            backbone: "qwen3" or "kimi_linear", which decides the kinds of attention, their sizes and the experts.
+            overrides: other fields. Of `dim`, `heads` and `hidden` given here, the backbone's other sizes follow.
+        """
         if not isinstance(depth, int) or isinstance(depth, bool) or not 2 <= depth <= MOST_DEPTH or depth % 2:
             raise ValueError(f"depth={depth!r}; expected an even number of sublayers, 2 to {MOST_DEPTH}")
-        dim = overrides.get("dim", -(-32 * depth // 64) * 64)
-        if isinstance(dim, int):
-            check_range("dim", dim, 1, MOST_DIM)
-        derived = {"dim": dim, "heads": dial_heads(dim), "hidden": -(-8 * dim // (3 * 64)) * 64}
-        return cls(**{"vocab_size": 256, "layers": depth // 2, **derived, **overrides})
+        sizes = {"dim": -(-32 * depth // 64) * 64, **{k: v for k, v in overrides.items() if k in DIAL_SIZES}}
+        for name, size in sizes.items():
+            if isinstance(size, int):
+                check_range(name, size, 1, MOST_DIM)
+        derived = backbones.derive(backbone, layers=depth // 2, **sizes)
+        return cls(**{"vocab_size": 256, "layers": depth // 2, "dim": sizes["dim"], **derived, **overrides})
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain JSON values."""
@@ -292,13 +309,6 @@ def check_attention(config: DecoderConfig) -> None:
     check_divides("kv_heads", config.num_kv_heads, config.heads, of="the query heads, heads")
     if config.width % 2:
         raise ValueError(f"head_dim={config.width}; expected an even number, since RoPE rotates pairs of channels")
-
-
-def dial_heads(dim: int) -> int:
-    """The number of heads: of about 64 channels, or about 32 below a width of 256, since with one or two heads the
-    losses of different seeds differ several times as much."""
-    most = max(1, dim // (64 if dim >= 256 else 32))
-    return next((heads for heads in range(most, 1, -1) if dim % (2 * heads) == 0), 1)
 
 
 def without_defaults(cls: type[MixerConfig], options: Mapping[str, Any], sizes: dict[str, int]) -> Mapping[str, Any]:

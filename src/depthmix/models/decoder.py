@@ -214,7 +214,8 @@ def make_sublayer(config: DecoderConfig, index: int) -> nn.Module:
     """Sublayer `index` of a decoder: attention and MLP in turn."""
     if index % 2 == 0:
         return make_attention(config, config.attention_kinds[index // 2])
-    return MLP(config) if config.moe is None else MixtureOfExperts(config)
+    dense = config.moe is None or index // 2 < config.moe.dense_layers
+    return MLP(config) if dense else MixtureOfExperts(config)
 
 
 def make_attention(config: DecoderConfig, kind: str) -> nn.Module:

@@ -131,7 +131,10 @@ def check_tensor_parallel(model: DecoderConfig, tp: int, compile: bool = False) 
     if tp == 1:
         return
     divided = {"model.heads": model.heads, "model.kv_heads": model.num_kv_heads}
-    divided |= {"model.hidden": model.hidden} if model.moe is None else {"model.moe.hidden": model.moe.hidden}
+    if model.moe is None or model.moe.dense_layers:
+        divided["model.hidden"] = model.hidden
+    if model.moe is not None:
+        divided["model.moe.hidden"] = model.moe.hidden
     for name, count in divided.items():
         if count % tp:
             fits = [n for n in range(2, count + 1) if all(c % n == 0 for c in divided.values())]

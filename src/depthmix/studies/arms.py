@@ -12,6 +12,7 @@ from typing import Any
 
 from depthmix.mechanisms import kv_mechanism, mechanism
 from depthmix.models import count_parameters
+from depthmix.models.backbones import QWEN3
 from depthmix.support.checks import split_pair
 from depthmix.training import TrainConfig, flops_per_token, override
 from depthmix.training.diagnostics import least_interval
@@ -63,6 +64,7 @@ class Grid:
     rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # learning rates of single mechanisms
     data: str = "stdlib"
     tokenizer: str = "bytes"
+    backbone: str = QWEN3
 
     @classmethod
     def parse(
@@ -75,6 +77,7 @@ class Grid:
         rates: Sequence[str] = (),
         data: str = "stdlib",
         tokenizer: str = "bytes",
+        backbone: str = QWEN3,
     ) -> Grid:
         """Parse mixer.block_sublayers=2,4 (`sweep`), run.steps=9 (`settings`), residual=1e-3 (`rates`) and the like."""
         sweeps: dict[str, Sequence[str]] = {}
@@ -91,7 +94,14 @@ class Grid:
                 )
             by_mixer[mixer] = rate
         return cls(
-            mixers=mixers, sizes=sizes, sweeps=sweeps, settings=pairs, rates=by_mixer, data=data, tokenizer=tokenizer
+            mixers=mixers,
+            sizes=sizes,
+            sweeps=sweeps,
+            settings=pairs,
+            rates=by_mixer,
+            data=data,
+            tokenizer=tokenizer,
+            backbone=backbone,
         )
 
 
@@ -160,7 +170,7 @@ def requested_tokens(grid: Grid, config: TrainConfig) -> float:
 def variants(grid: Grid, size: Size) -> Iterator[tuple[str, TrainConfig]]:
     """Name and configuration of every mechanism, with every combination of the swept options that it has."""
     for mixer in grid.mixers:
-        model: dict[str, Any] = {} if size.dim is None else {"dim": size.dim}
+        model: dict[str, Any] = {"backbone": grid.backbone, **({} if size.dim is None else {"dim": size.dim})}
         # The number of steps is set later.
         config = TrainConfig.from_dial(size.depth, mixer, tokenizer=grid.tokenizer, tokens=1, **model)
         config = override(config, "data.source", grid.data)
@@ -194,7 +204,8 @@ def check_keys(grid: Grid) -> None:
         raise ValueError("a study needs at least one mechanism and one size")
     if len(set(grid.sizes)) < len(grid.sizes):
         raise ValueError(f"sizes {', '.join(map(str, grid.sizes))}; expected each size once")
-    bases = [TrainConfig.from_dial(2, mixer, tokenizer=grid.tokenizer, tokens=1) for mixer in grid.mixers]
+    dial: dict[str, Any] = {"tokenizer": grid.tokenizer, "tokens": 1, "backbone": grid.backbone}
+    bases = [TrainConfig.from_dial(2, mixer, **dial) for mixer in grid.mixers]
     for config in bases:
         check_excluding(config, (*grid.sweeps, *grid.settings))
     for key in (*grid.sweeps, *grid.settings):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from depthmix.models import DecoderConfig
-from depthmix.models.counting import count_multiplied, mixing_flops
+from depthmix.models.counting import attention_flops, count_multiplied, mixing_flops
 
 
 def flops_per_token(config: DecoderConfig, tokens_per_row: int) -> int:
     """FLOPs per token of a training step: three times those of the forward pass.
 
     Sublayers, norms and head take 2 per parameter that a token is multiplied with; weights that run several times count
-    each time, the embedding table not at all. Attention takes 4 · heads · width for each of the (T + 1) / 2 tokens that
-    a token attends to on average. Mixers take what they declare (`forward_flops` of their facts): in two phases if
+    each time, the embedding table not at all. Attention takes what `attention_flops` counts for its kind. Mixers take what they declare (`forward_flops` of their facts): in two phases if
     reads share passes, otherwise each read separately.
     """
-    attention = 2 * config.heads * config.width * (tokens_per_row + 1) * len(config.layer_order)
+    attention = sum(attention_flops(config, tokens_per_row))
     return 3 * (2 * count_multiplied(config) + attention + mixing_flops(config))
