@@ -11,9 +11,11 @@ from typing import Any, Literal
 from depthmix.mechanisms import MixerConfig, kv_mechanism, legacy, make_config, mechanism
 from depthmix.mechanisms.base import MOST_DEPTH, MOST_DIM, Kind
 from depthmix.models import backbones
+from depthmix.models.kinds import KDAConfig, Kept, MLAConfig, repeat_kinds
 from depthmix.support.checks import check_divides, check_fields, check_positive, check_range, make_part
 
-
+KDA_EXAMPLE = "{'heads': 4, 'head_dim': 32}"
+MLA_EXAMPLE = "{'rank': 64, 'nope': 32, 'shared': 16, 'value': 32}"
 DIAL_SIZES = ("dim", "heads", "hidden")  # from which the other sizes of a backbone follow
 
 
@@ -91,7 +93,10 @@ class LoopConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A Qwen3-style decoder of `layers` pairs of attention and MLP, whose depth mixing is a child (`mixer`)."""
+    """A decoder of `layers` pairs of attention and MLP, whose depth mixing is a child (`mixer`).
+
+    Qwen3-style by default. Fields of the heads after `heads`, and `rope_theta`, are those of the attention "gqa".
+    """
 
     vocab_size: int
     dim: int
@@ -106,6 +111,9 @@ class DecoderConfig:
     tie_embeddings: bool = False
     init_std: float = 0.02
     output_init: float = 1.0  # standard deviation of the output projections of sublayers, divided by init_std
+    attention: str | tuple[str, ...] = "gqa"  # of every layer, or a pattern that repeats: "gqa", "kda" or "mla"
+    kda: KDAConfig | None = None
+    mla: MLAConfig | None = None
     moe: MoEConfig | None = None
     loop: LoopConfig | None = None
     mixer: Choice = Choice(name="residual")
@@ -115,6 +123,9 @@ class DecoderConfig:
         put = object.__setattr__
         put(self, "mixer", Choice.of(self.mixer))
         put(self, "kv_mixer", None if self.kv_mixer is None else Choice.of(self.kv_mixer))
+        put(self, "attention", tuple(self.attention) if isinstance(self.attention, list) else self.attention)
+        put(self, "kda", make_part(KDAConfig, "kda", self.kda))
+        put(self, "mla", make_part(MLAConfig, "mla", self.mla))
         put(self, "moe", make_part(MoEConfig, "moe", self.moe))
         put(self, "loop", make_part(LoopConfig, "loop", self.loop))
         check_fields(self)
@@ -127,11 +138,7 @@ class DecoderConfig:
         check_positive("rope_theta", self.rope_theta)
         check_range("init_std", self.init_std, 0)
         check_range("output_init", self.output_init, 0)
-        if self.head_dim is None:
-            check_divides("heads", self.heads, self.dim)
-        check_divides("kv_heads", self.num_kv_heads, self.heads, of="the query heads, heads")
-        if self.width % 2:
-            raise ValueError(f"head_dim={self.width}; expected an even number, since RoPE rotates pairs of channels")
+        check_attention(self)
         if self.moe is not None:
             remedy = f"The decoder has {self.layers} layers; without experts in any of them, use moe=None"
             check_range("moe.dense_layers", self.moe.dense_layers, 0, self.layers - 1, remedy=remedy)
@@ -153,6 +160,19 @@ class DecoderConfig:
         if child == "mixer":
             return {"dim": self.dim, "depth": self.depth}
         return {"dim": self.width, "depth": len(self.layer_order)}
+
+    @property
+    def attention_kinds(self) -> tuple[str, ...]:
+        """The kind of attention of each layer."""
+        return repeat_kinds(self.attention, self.layers)
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        """What each execution of attention keeps of earlier tokens, in order."""
+        columns = ((self.num_kv_heads, self.width),) * 2  # keys and values
+        kinds = {"gqa": Kept(columns=columns)}
+        kinds |= {name: part.kept for name, part in (("kda", self.kda), ("mla", self.mla)) if part is not None}
+        return tuple(kinds[self.attention_kinds[layer]] for layer in self.layer_order)
 
     @property
     def num_kv_heads(self) -> int:
@@ -219,6 +239,8 @@ class DecoderConfig:
     def canonical(self) -> dict[str, Any]:
         """`to_dict` with every option of the mechanisms, in a form that is the same for equal decoders."""
         fields = self.to_dict()
+        kinds = self.attention_kinds
+        fields["attention"] = kinds[0] if len({*kinds}) == 1 else kinds
         for child, (config, sizes) in self.mixers().items():
             fields[child] = {"name": fields[child]["name"], **config.canonical(**sizes)}
         return fields
@@ -227,6 +249,9 @@ class DecoderConfig:
         """`canonical` without the options whose value was the default in 0.1.0 or computes the same as 0.1.0: the
         digest of a run of that version does not change."""
         fields = self.canonical()
+        for name in ("attention", "kda", "mla"):
+            if fields[name] in ("gqa", None):
+                del fields[name]
         if self.loop is not None and not self.loop.share_mixers:
             del fields["loop"]["share_mixers"]
         for child, (config, sizes) in self.mixers().items():
@@ -259,6 +284,31 @@ class DecoderConfig:
         if missing := sorted(needed - set(given)):
             raise ValueError(f"missing fields: {', '.join(missing)}")
         return cls(**given)
+
+
+def check_attention(config: DecoderConfig) -> None:
+    """Check the sizes of the heads, for the kinds of attention that the decoder has."""
+    kinds = config.attention_kinds
+    for name, part, example in (("kda", config.kda, KDA_EXAMPLE), ("mla", config.mla, MLA_EXAMPLE)):
+        if part is None and name in kinds:
+            raise ValueError(f"attention={config.attention!r} without {name}; expected its sizes, such as {example}")
+        if part is not None and name not in kinds:
+            raise ValueError(
+                f"{part} with attention={config.attention!r}; expected {name}=None, or {name!r} among the layers"
+            )
+    if config.kv_mixer is not None and {*kinds} != {"gqa"}:
+        raise ValueError(
+            f"kv_mixer={config.kv_mixer.name!r} with attention={config.attention!r}; expected kv_mixer=None, or "
+            "attention='gqa': \"mla\" keeps one latent for all heads, from which mixed values cannot be made, and "
+            '"kda" keeps no values of tokens'
+        )
+    if "gqa" not in kinds:
+        return
+    if config.head_dim is None:
+        check_divides("heads", config.heads, config.dim)
+    check_divides("kv_heads", config.num_kv_heads, config.heads, of="the query heads, heads")
+    if config.width % 2:
+        raise ValueError(f"head_dim={config.width}; expected an even number, since RoPE rotates pairs of channels")
 
 
 def without_defaults(cls: type[MixerConfig], options: Mapping[str, Any], sizes: dict[str, int]) -> Mapping[str, Any]:

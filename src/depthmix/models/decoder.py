@@ -18,6 +18,8 @@ from depthmix.models.attention import Attention
 from depthmix.models.config import DecoderConfig
 from depthmix.models.context import Cache, Context, locate, make_context
 from depthmix.models.init import initialise
+from depthmix.models.kda import KDA
+from depthmix.models.mla import MLA
 from depthmix.models.mlp import MLP
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.models.norm import RMSNorm
@@ -170,7 +172,7 @@ class Decoder(SublayerLoop):
             tokens: [B, T] ids below the vocabulary size.
             documents: [B, T] indices of packed documents: positions restart in each, and attention stays within each.
             valid: [B, T], False for padding.
-            cache: keys and values of earlier tokens, from `depthmix.inference`; these tokens are appended to it.
+            cache: what attention keeps of earlier tokens, from `depthmix.inference`; these tokens are appended to it.
             last_only: return only the logits of the last token, [B, 1, V].
         """
         h, _ = self.hidden(tokens, documents, valid, cache)
@@ -205,15 +207,21 @@ class Decoder(SublayerLoop):
     ) -> Context:
         """The context that all sublayers share. It depends on the tokens' shape and device, not on their ids."""
         positions, mask = locate(tokens, documents, valid, cache)
-        return make_context(self.config, positions, mask, cache, dtype=dtype)
+        return make_context(self.config, positions, mask, cache, dtype=dtype, documents=documents, valid=valid)
 
 
 def make_sublayer(config: DecoderConfig, index: int) -> nn.Module:
     """Sublayer `index` of a decoder: attention and MLP in turn."""
     if index % 2 == 0:
-        return Attention(config)
+        return make_attention(config, config.attention_kinds[index // 2])
     dense = config.moe is None or index // 2 < config.moe.dense_layers
     return MLP(config) if dense else MixtureOfExperts(config)
+
+
+def make_attention(config: DecoderConfig, kind: str) -> nn.Module:
+    if kind == "kda" and config.kda is not None:
+        return KDA(config.dim, config.kda, config.norm_eps)
+    return MLA(config) if kind == "mla" else Attention(config)
 
 
 def make_mixers(config: DecoderConfig) -> tuple[DepthStack, KVStack | nn.ModuleList]:

@@ -23,6 +23,7 @@ def parameter_groups(model: SublayerLoop, config: OptimizerConfig) -> list[dict[
     - Depth mixers: by `param_groups`, the rules of their mechanism. KV mixers: AdamW without decay.
     - Matrices of sublayers: decay; Muon if it is chosen. The router: decay, but AdamW, since each of its rows is the
       vector of one expert. Expert weights [E, F, D] are stacks of matrices, which Muon does not support: AdamW.
+    - Short convolutions [P, W]: AdamW without decay, since they are vectors of one channel each, no matrices.
     - Embedding and head: AdamW with decay. Norms and other vectors: AdamW without decay.
     """
     mixers = [
@@ -33,7 +34,7 @@ def parameter_groups(model: SublayerLoop, config: OptimizerConfig) -> list[dict[
     for name, parameter in model.named_parameters():
         if name.startswith("depth."):
             continue
-        matrix = parameter.dim() >= 2 and not name.startswith("kv_mixers.")
+        matrix = parameter.dim() >= 2 and not name.startswith("kv_mixers.") and not name.endswith("_conv")
         muon = matrix and parameter.dim() == 2 and name.startswith("sublayers.") and ".router." not in name
         decay = config.weight_decay if matrix else 0.0
         group = rest.setdefault((matrix, muon), {"params": [], "names": [], "weight_decay": decay, "muon": muon})
