@@ -24,6 +24,7 @@ from depthmix.mechanisms import (
     param_groups,
 )
 from depthmix.models import (
+    CacheBytes,
     Decoder,
     DecoderConfig,
     KDAConfig,
@@ -31,6 +32,7 @@ from depthmix.models import (
     MLAConfig,
     MoEConfig,
     Segment,
+    cache_bytes,
     load_model,
     load_segment,
     load_stack,
@@ -50,6 +52,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Ablation",
+    "CacheBytes",
     "Decoder",
     "DecoderConfig",
     "DepthMixer",
@@ -73,6 +76,7 @@ __all__ = [
     "Survey",
     "Trace",
     "ablate",
+    "cache_bytes",
     "editing",
     "effective_rank",
     "generate",

@@ -73,7 +73,8 @@ def one_token(layer: MixtureOfExperts, h: Tensor) -> tuple[Tensor, list[int]]:
     total = sum(scores[e] for e in chosen)
     y = torch.zeros_like(h)
     for e in chosen:
-        y = y + layer.config.scale * scores[e] / total * swiglu(x, layer.gate_proj[e], layer.up_proj[e], layer.down_proj[e])
+        weight = layer.config.scale * scores[e] / total
+        y = y + weight * swiglu(x, layer.gate_proj[e], layer.up_proj[e], layer.down_proj[e])
     if layer.shared is not None:
         shared = layer.shared
         y = y + swiglu(x, shared.gate_proj.weight, shared.up_proj.weight, shared.down_proj.weight)

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from depthmix.cli.shared import Backbone, Data, Several, can_draw, flag, print_ending, print_points, repeatable, resumable
+from depthmix.cli.shared import (
+    Backbone,
+    Data,
+    Several,
+    can_draw,
+    flag,
+    print_ending,
+    print_points,
+    repeatable,
+    resumable,
+)
 from depthmix.cli.study_options import STUDY_BACKBONE, Runs, StudyOutput, make_grid, run_arms
 from depthmix.studies import Comparison, Size, make_arms
 from depthmix.studies.arms import equal_compute

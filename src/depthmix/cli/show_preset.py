@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from depthmix.mechanisms.block_attnres import BlockAttnRes
 from depthmix.models import PRESETS, DecoderConfig, cache_bytes, count_parameters, count_sublayers
 from depthmix.models import preset as find_preset
 from depthmix.models.decoder import make_mixers
@@ -49,14 +50,13 @@ def mlp_kinds(config: DecoderConfig) -> list[str]:
 
 
 def describe_mixing(config: DecoderConfig) -> dict[str, Any]:
-    """The layout that the mechanism states; for blocks, the sublayers (from 1) that open one, and the head's sources.
-    """
+    """The layout that the mechanism states; for blocks, the sublayers (from 1) that open one and the sources of the head."""
     with torch.device("meta"):
         stack, _ = make_mixers(config)
     found: dict[str, Any] = {"name": stack.name, "sublayers": config.depth, "layout": stack.facts.note}
-    opening = [index + 1 for index, mixer in enumerate(stack) if getattr(mixer, "opens_block", False)]
-    if opening:
-        found |= {"blocks_begin_at": opening, "sources_at_the_head": len(stack.out.source_names())}  # type: ignore[union-attr]
+    if isinstance(stack.out, BlockAttnRes):
+        opening = [number for number, mixer in enumerate(stack, 1) if getattr(mixer, "opens_block", False)]
+        found |= {"blocks_begin_at_sublayer": opening, "sources_at_the_head": len(stack.out.source_names())}
     return found
 
 

@@ -10,7 +10,6 @@ from typing import Annotated
 from depthmix.cli.shared import SET, Data, Several, flag, repeatable, switch
 from depthmix.studies import Arm, Grid, Size, Study, run_study
 
-
 STUDY_BACKBONE = flag("Backbone of every arm: qwen3 or kimi_linear, as in `depthmix train`.")
 
 

@@ -318,7 +318,9 @@ def check_one_start(
             other = f", or --preset {RULE} for other sizes" if file is None else ""
             raise ValueError(f"{name}={given} and {start}; expected only one of them, or set model.{key}{other}")
     if start is not None and backbone is not None:
-        raise ValueError(f"backbone={backbone} and {start}; expected only one of them: the {start.split('=')[0]} has one")
+        raise ValueError(
+            f"backbone={backbone} and {start}; expected only one of them: the {start.split('=')[0]} has one"
+        )
 
 
 def from_file(file: Path, mixer: str | None) -> TrainConfig:

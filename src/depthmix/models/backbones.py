@@ -61,7 +61,7 @@ def kimi_layers(layers: int, heads: int, width: int, *, rank: int, shared: int) 
     Where 4 divides the number of layers, the order is written as a pattern that repeats, which suits any multiple of 4.
     """
     period = ("kda",) * (PERIOD - 1) + ("mla",)
-    order = period if layers % PERIOD == 0 else ((period * layers)[: layers - 1]) + ("mla",)
+    order = period if layers % PERIOD == 0 else (*(period * layers)[: layers - 1], "mla")
     kda = {"heads": heads, "head_dim": width} if "kda" in order else None
     mla = {"rank": rank, "nope": width, "shared": shared, "value": width}
     return {"heads": heads, "attention": order, "kda": kda, "mla": mla}

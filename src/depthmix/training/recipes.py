@@ -56,14 +56,20 @@ def depth_attention(lr: float) -> Recipe:
 def kimi_linear_48b() -> Recipe:
     """The first phase of training in arXiv 2603.15031, section 5. The paper does not give the learning rate: this one
     is what the law of its Table 2 gives for 2.73 billion parameters."""
-    batch = {"rows": 2048, "tokens_per_row": 4096, "precision": "bfloat16"}
-    return Recipe(tokens=1e12, lr=1.07e-3, optimizer="muon", schedule="wsd", **batch)  # type: ignore[arg-type]
+    return Recipe(
+        tokens=1e12,
+        lr=1.07e-3,
+        rows=2048,
+        tokens_per_row=4096,
+        precision="bfloat16",
+        optimizer="muon",
+        schedule="wsd",
+    )
 
 
 def kimi_linear_tiny() -> Recipe:
     """As the dial trains a model of this size: 20 tokens per active parameter."""
-    batch = {"rows": 16, "tokens_per_row": 256}
-    return Recipe(tokens=TINY, lr=learning_rate(128), optimizer="muon", warmup=0.1, **batch)  # type: ignore[arg-type]
+    return Recipe(tokens=31.5e6, lr=learning_rate(128), rows=16, tokens_per_row=256, optimizer="muon", warmup=0.1)
 
 
 TABLE = {
