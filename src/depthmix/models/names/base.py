@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -58,6 +59,15 @@ class Format(ABC):
     @abstractmethod
     def write(self, module: DepthStack | Decoder) -> Converted:
         """The other project's configuration and tensors for a stack or a decoder, or an error that says why not."""
+
+
+class WholeFormat(Format):
+    """A format of which whole models are taken: what is read is a decoder, and what is written are shards."""
+
+    @abstractmethod
+    def save(self, checkpoint: Checkpoint, folder: Path) -> Converted:
+        """Write a checkpoint as `save_model` would write the decoder, tensor by tensor; `module` is on the meta
+        device."""
 
 
 @dataclass(frozen=True, kw_only=True)
