@@ -50,7 +50,7 @@ def mlp_kinds(config: DecoderConfig) -> list[str]:
 
 
 def describe_mixing(config: DecoderConfig) -> dict[str, Any]:
-    """The layout that the mechanism states; for blocks, the sublayers (from 1) that open one and the sources of the head."""
+    """The layout that the mechanism states; for blocks, also where they begin, from 1, and the sources of the head."""
     with torch.device("meta"):
         stack, _ = make_mixers(config)
     found: dict[str, Any] = {"name": stack.name, "sublayers": config.depth, "layout": stack.facts.note}
