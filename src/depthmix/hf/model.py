@@ -26,6 +26,7 @@ from depthmix.models import Decoder, DecoderConfig
 from depthmix.models.context import Context, make_context
 from depthmix.models.decoder import checked_tokens
 from depthmix.models.init import initialise
+from depthmix.models.kda import WIDE
 
 LAYER = 2  # sublayers
 
@@ -85,7 +86,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
     _can_compile_fullgraph = True
     _no_split_modules = ["Decoder"]  # mixers are read by all sublayers
     _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules_strict = ["decoder.depth", "decoder.kv_mixers", "balance_bias"]
+    _keep_in_fp32_modules_strict = ["decoder.depth", "decoder.kv_mixers", "balance_bias", *WIDE]
 
     def __init__(self, config: DepthmixConfig) -> None:
         super().__init__(config)
