@@ -18,34 +18,10 @@ from depthmix.models.mlp import MLP
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.models.presets import preset
 from depthmix.training import TrainConfig
+from tests.reference import kimi_counts as reference
 
-# name: layers and heads, width, width of an expert (AttnRes, Table 2); active millions without embeddings, without and
-# with the mixers of block_attnres
-TABLE_2 = {
-    "attnres-194m": (12, 896, 400, 193.57, 193.61),
-    "attnres-241m": (13, 960, 432, 240.59, 240.64),
-    "attnres-296m": (14, 1024, 464, 295.57, 295.62),
-    "attnres-436m": (16, 1168, 528, 435.73, 435.80),
-    "attnres-528m": (17, 1264, 560, 528.24, 528.32),
-}
-MLA_OF_48B = (3, 7, 11, 15, 19, 23, 26)
-
-
-def kda(dim: int, heads: int, d: int, conv: int = 4) -> int:
-    """Projections of q, k, v; their convolutions; decay and gate of rank d; biases, rates, β; norm of o; output."""
-    inner = heads * d
-    low_rank = 2 * (dim * d + d * inner)
-    return 3 * dim * inner + 3 * inner * conv + low_rank + inner + heads + dim * heads + d + inner * dim
-
-
-def mla(dim: int, heads: int, rank: int, nope: int, shared: int, value: int) -> int:
-    """Queries; latent and shared key; norm of the latent; keys and values from it; output."""
-    down, up = dim * (rank + shared) + rank, heads * (nope + value) * rank
-    return dim * heads * (nope + shared) + down + up + heads * value * dim
-
-
-def swiglu(dim: int, hidden: int) -> int:
-    return 3 * dim * hidden
+KIMI = reference.KIMI_LINEAR_48B
+TABLE_2 = {f"attnres-{size.lower()}": model for size, model in reference.SCALING_LAW.items()}
 
 
 @functools.cache
@@ -59,37 +35,25 @@ def counts_of(name: str, mixer: str | None = None) -> Counts:
 def test_the_48b_model_counts_what_the_released_one_has() -> None:
     plain, blocks = counts_of("kimi-linear-48b", "residual"), counts_of("kimi-linear-48b")
     assert (plain.total, plain.active) == (49_122_675_072, 3_484_453_248)
+    assert (plain.total, plain.active) == (reference.total(KIMI), reference.active(KIMI))
     assert (blocks.total, blocks.active) == (49_122_923_904, 3_484_702_080)
-    assert plain.embedding == 754_974_720
-    assert plain.total - plain.embedding == 48_367_700_352
-    assert plain.active_without_embeddings == 2_729_478_528
-    assert blocks.mixer == 2 * 54 * 2304
+    assert plain.embedding == reference.embeddings(KIMI)
+    assert blocks.mixer == reference.attnres(KIMI)
 
 
 def test_the_counts_of_the_48b_model_follow_from_its_parts() -> None:
-    dim, heads, d = 2304, 32, 128
     sublayers = count_sublayers(preset("kimi-linear-48b"))
-    expected = {
-        "kda": kda(dim, heads, d) + dim,
-        "mla": mla(dim, heads, 512, 128, 64, 128) + dim,
-        "dense": swiglu(dim, 9216) + dim,
-        "experts": 257 * swiglu(dim, 1024) + 256 * dim + dim,
-    }
-    assert {kind: part.total for kind, part in sublayers.items()} == expected
-    assert expected["kda"] - dim == 39_514_272
-    assert expected["mla"] - dim == 29_114_880
-    assert expected["dense"] - dim == 63_700_992
-    total = 20 * expected["kda"] + 7 * expected["mla"] + expected["dense"] + 26 * expected["experts"]
-    assert total + dim + 2 * 163_840 * dim == counts_of("kimi-linear-48b", "residual").total
-    idle = (256 - 8) * swiglu(dim, 1024)
-    assert sublayers["experts"].total - sublayers["experts"].active == idle
-    assert all(part.active == part.total for kind, part in sublayers.items() if kind != "experts")
+    experts = 257 * reference.expert(KIMI) + reference.router(KIMI)
+    parts = {"kda": reference.kda(KIMI), "mla": reference.mla(KIMI), "dense": reference.dense(KIMI), "experts": experts}
+    assert {kind: part.total - KIMI.dim for kind, part in sublayers.items()} == parts, "each with its norm"
+    idle = {kind: part.total - part.active for kind, part in sublayers.items()}
+    assert idle == {"kda": 0, "mla": 0, "dense": 0, "experts": (256 - 8) * reference.expert(KIMI)}
 
 
 def test_latent_attention_is_in_every_fourth_layer_and_the_last() -> None:
     config = preset("kimi-linear-48b")
     kinds = config.attention_kinds
-    assert tuple(layer for layer, kind in enumerate(kinds) if kind == "mla") == MLA_OF_48B
+    assert [layer for layer, kind in enumerate(kinds) if kind == "mla"] == [3, 7, 11, 15, 19, 23, 26]
     assert kinds.count("kda") == 20
     with torch.device("meta"):
         assert isinstance(make_sublayer(config, 1), MLP), "layer 0 is dense"
@@ -116,25 +80,22 @@ def test_the_48b_model_has_nine_blocks_of_three_layers_and_ten_sources_at_the_he
 
 @pytest.mark.parametrize("name", TABLE_2)
 def test_a_model_of_table_2_counts_what_its_name_says(name: str) -> None:
-    layers, dim, hidden, millions, with_mixers = TABLE_2[name]
-    attentions = [mla(dim, layers, 512, 128, 64, 128)] * sum(i % 4 == 3 or i == layers - 1 for i in range(layers))
-    attentions += [kda(dim, layers, 128)] * (layers - len(attentions))
-    experts = (8 + 1) * swiglu(dim, hidden) + 64 * dim
-    active = sum(attentions) + swiglu(dim, 6 * dim) + (layers - 1) * experts + (2 * layers + 1) * dim
-    counts = counts_of(name)
-    assert counts.active_without_embeddings - counts.mixer == active
-    assert round(active / 1e6, 2) == millions
-    assert round(counts.active_without_embeddings / 1e6, 2) == with_mixers
-    assert round(active / 1e6) == int(name.removeprefix("attnres-").removesuffix("m"))
-    assert counts.mixer == 4 * layers * dim
-    assert counts.total - counts.active == (layers - 1) * (64 - 8) * swiglu(dim, hidden), "layer 0 has no idle expert"
+    model, counts = TABLE_2[name], counts_of(name)
+    assert preset(name).attention_kinds == model.attention
+    assert counts.total - counts.mixer == reference.total(model)
+    assert counts.active - counts.mixer == reference.active(model)
+    assert counts.mixer == reference.attnres(model)
+    for number in (counts.active_without_embeddings, counts.active_without_embeddings - counts.mixer):
+        assert round(number / 1e6) == int(name.removeprefix("attnres-").removesuffix("m"))
+    idle = (len(model.attention) - 1) * (64 - 8) * reference.expert(model)
+    assert counts.total - counts.active == idle, "layer 0 has no idle expert"
 
 
 def test_without_latent_attention_in_the_last_layer_the_names_would_not_fit() -> None:
     """It is what fixes that choice: the paper's table does not say where MLA lies."""
     millions = {}
-    for name, (layers, *_) in TABLE_2.items():
-        if layers % 4:
+    for name, model in TABLE_2.items():
+        if len(model.attention) % 4:
             config = dataclasses.replace(preset(name), attention=("kda", "kda", "kda", "mla"))
             assert config.attention_kinds[-1] == "kda"
             counts = count_parameters(config)
@@ -143,10 +104,11 @@ def test_without_latent_attention_in_the_last_layer_the_names_would_not_fit() ->
 
 
 def test_the_grouped_query_models_of_the_table_are_kept_under_names_of_their_own() -> None:
-    for name, (layers, dim, hidden, *_) in TABLE_2.items():
-        config = preset(f"{name}-gqa")
+    for name, model in TABLE_2.items():
+        config, layers = preset(f"{name}-gqa"), len(model.attention)
         assert {*config.attention_kinds} == {"gqa"}
-        assert (config.layers, config.dim, config.heads, config.head_dim) == (layers, dim, layers, 128)
+        assert (config.layers, config.dim, config.heads, config.head_dim) == (layers, model.dim, layers, 128)
+        hidden = model.expert_hidden
         assert config.moe == dm.MoEConfig(experts=64, active=8, shared=1, hidden=hidden, scoring="sigmoid")
 
 
@@ -156,13 +118,27 @@ def test_the_grouped_query_models_of_the_table_are_kept_under_names_of_their_own
 def test_the_cache_of_the_48b_model_takes_8064_bytes_per_token_and_a_constant_state() -> None:
     config = preset("kimi-linear-48b")
     cache = dm.cache_bytes(config)
-    assert cache.per_token == 7 * 576 * 2 == 8064
+    assert cache.per_token == 7 * 576 * 2 == 8064 == reference.cache_per_token(KIMI)
+    assert cache.total(2**20) == reference.cache(KIMI, tokens=2**20)
     assert cache.per_row == 20 * (2 * 2**20 + 72 * 2**10)
     assert cache.total(1000, rows=3) == 3 * (cache.per_row + 1000 * 8064)
     wide = dm.cache_bytes(config, torch.float32)
     assert wide.per_token == 2 * 8064
     assert wide.per_row == 20 * (2 * 2**20 + 2 * 72 * 2**10), "the state is float32 in any case"
     assert dm.cache_bytes(config, torch.float64).per_row == 2 * wide.per_row
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("backbone", ["qwen3", "kimi_linear"])
+def test_a_cache_holds_as_many_bytes_as_are_counted(backbone: str, dtype: torch.dtype) -> None:
+    config = dm.DecoderConfig.from_depth(10, backbone=backbone, dim=32, heads=2, hidden=16)
+    model, cache = dm.Decoder(config).to(dtype).eval(), dm.DynamicCache()
+    with torch.no_grad():
+        model(torch.randint(256, (3, 7)), cache=cache)
+    counted = dm.cache_bytes(config, dtype)
+    assert cache.nbytes == counted.total(7, rows=3) > 0
+    written_in_place = dm.PreallocatedCache(config, 3, 7, dtype=dtype)
+    assert sum(tensor.nbytes for tensor in written_in_place.tensors) == counted.total(7, rows=3)
 
 
 def test_a_grouped_query_cache_has_keys_and_values_per_token_and_nothing_per_row() -> None:

@@ -16,7 +16,7 @@ from depthmix import cli
 from depthmix.mechanisms import kv_mechanism
 from depthmix.parallel.config import ParallelConfig
 from depthmix.parallel.layout import make_layout
-from tests.decoders import tiny_config
+from tests.decoders import KIMI, tiny_config
 from tests.parallel.test_pipeline import refuse_mistakes, run_cases
 
 FSDP, TP = {"fsdp": 2}, {"tp": 2}
@@ -132,7 +132,8 @@ def some(*layouts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_every_mechanism_takes_the_step_of_one_process_on_two_ranks(tmp_path: Path) -> None:
-    check(every((FSDP, TP, CACHED), **ONE), 2, tmp_path)
+    attention = [case("block_attnres", layout, config=KIMI, tokens=20, **ONE) for layout in (FSDP, CACHED)]
+    check([*every((FSDP, TP, CACHED), **ONE), *attention], 2, tmp_path)
 
 
 @pytest.mark.full
@@ -154,6 +155,20 @@ def test_every_mechanism_on_four_ranks(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_every_mechanism_on_four_ranks_in_single_precision(tmp_path: Path) -> None:
     check([*every(FOUR, **SINGLE), *(case(name, HSDP, **SINGLE) for name in BOTH)], 4, tmp_path, 1800)
+
+
+@pytest.mark.full
+def test_the_attention_of_kimi_linear_on_two_ranks(tmp_path: Path) -> None:
+    looped = KIMI | {"loop": LOOP}
+    changes: list[dict[str, Any]] = [{"optimizer": "muon"}, {"recompute": 3}, {"config": looped}, {"form": "moe"}]
+    schedules = [CACHED | {"schedule": "InterleavedZeroBubble"}, CACHED | {"divide": "flops"}]
+    cases = [
+        case("attnres", layout, **{"config": KIMI, "tokens": 20} | change)
+        for change in changes
+        for layout in TWO
+        if layout is not TP
+    ]
+    check([*cases, *(case("mhc", layout, config=KIMI, tokens=20) for layout in schedules)], 2, tmp_path, 1800)
 
 
 @pytest.mark.full
@@ -181,7 +196,8 @@ def check_mixtures(cases: list[dict[str, Any]], results: list[list[dict[str, Any
 def test_bfloat16_is_near_single_precision(tmp_path: Path) -> None:
     half = {"bfloat16": True, "dtype": "float32", "steps": 1, "evaluate": []}
     names = ("residual", "block_attnres", "mhc")
-    check([case(name, layout, **half) for name in names for layout in TWO], 2, tmp_path)
+    cases = [case(name, layout, **half) for name in names for layout in TWO]
+    check([*cases, *(case("block_attnres", layout, config=KIMI, **half) for layout in (FSDP, NAIVE))], 2, tmp_path)
 
 
 @pytest.mark.full

@@ -30,7 +30,6 @@ INDENT = " " * 8
 
 EXAMPLES = (
     "depthmix show block_attnres --options block_sublayers=4 heads=2",
-    "depthmix show --preset attnres-194m",
     "depthmix show --preset kimi-linear-48b",
 )
 

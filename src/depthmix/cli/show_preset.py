@@ -50,7 +50,7 @@ def mlp_kinds(config: DecoderConfig) -> list[str]:
 
 
 def describe_mixing(config: DecoderConfig) -> dict[str, Any]:
-    """The layout that the mechanism states; for blocks, the sublayers (from 1) that open one and the sources of the head."""
+    """The layout that the mechanism states; for blocks, also where they begin, from 1, and the sources of the head."""
     with torch.device("meta"):
         stack, _ = make_mixers(config)
     found: dict[str, Any] = {"name": stack.name, "sublayers": config.depth, "layout": stack.facts.note}
@@ -113,6 +113,10 @@ def cache_rows(cache: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def millions(count: int) -> str:
+    return f"{count / 1e6:,.0f}" if count >= 1e10 else f"{count / 1e6:,.2f}"
+
+
 def print_counts(presets: list[dict[str, Any]]) -> None:
     from rich import box
     from rich.table import Table
@@ -131,7 +135,7 @@ def print_counts(presets: list[dict[str, Any]]) -> None:
     for heading in headings.values():
         table.add_column(heading, justify="right", no_wrap=True)
     for row in presets:
-        table.add_row(row["name"], *(f"{row['parameters'][key] / 1e6:,.2f}" for key in headings))
+        table.add_row(row["name"], *(millions(row["parameters"][key]) for key in headings))
     terminal = console()
     terminal.print(table)
     terminal.print("active: parameters that one token uses; experts it is not routed to are left out")

@@ -166,10 +166,9 @@ class DecoderConfig:
         """The kind of attention of each layer."""
         return repeat_kinds(self.attention, self.layers)
 
-    @property
-    def kept(self) -> tuple[Kept, ...]:
-        """What each execution of attention keeps of earlier tokens, in order."""
-        columns = ((self.num_kv_heads, self.width),) * 2  # keys and values
+    def kept(self, kv_heads: int | None = None) -> tuple[Kept, ...]:
+        """What each execution of attention keeps of earlier tokens, in order, on a process with this many heads."""
+        columns = ((self.num_kv_heads if kv_heads is None else kv_heads, self.width),) * 2  # keys and values
         kinds = {"gqa": Kept(columns=columns)}
         kinds |= {name: part.kept for name, part in (("kda", self.kda), ("mla", self.mla)) if part is not None}
         return tuple(kinds[self.attention_kinds[layer]] for layer in self.layer_order)

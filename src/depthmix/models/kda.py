@@ -19,6 +19,7 @@ from depthmix.models.context import Context
 from depthmix.models.kinds import KDAConfig
 from depthmix.models.norm import RMSNorm
 
+WIDE = ("A_log", "dt_bias")  # float32 at least: their steps are small compared with their values
 STEPS = (1e-3, 0.1)  # dt, softplus(dt_bias) at the start, lies between these
 RATES = (1.0, 16.0)  # exp(A_log) at the start lies between these
 
@@ -40,7 +41,7 @@ class KDA(nn.Module):
     (5) y = W_o (norm(o) ⊙ σ(g_b g_a x)), the norm per head with one weight for all heads
 
     (2) to (5) up to the last product are computed in float32 at least. A_log and dt_bias stay float32 in a model that
-    is cast to a narrower dtype: their steps are small compared with their values.
+    is cast to a narrower dtype.
     """
 
     def __init__(self, dim: int, config: KDAConfig, norm_eps: float) -> None:
@@ -146,7 +147,7 @@ class KDA(nn.Module):
         return x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2)  # [B, H, T, d]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KDA:
-        before = {name: getattr(self, name).data for name in ("A_log", "dt_bias")}
+        before = {name: getattr(self, name).data for name in WIDE}
         super()._apply(fn, recurse)
         for name, value in before.items():
             parameter = getattr(self, name)
@@ -156,6 +157,11 @@ class KDA(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.config.heads} heads of {self.config.head_dim}"
+
+
+def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter of this name in a decoder of this dtype."""
+    return ops.accumulator(dtype) if name.rpartition(".")[2] in WIDE else dtype
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ def cache_bytes(config: DecoderConfig, dtype: torch.dtype = torch.bfloat16) -> C
     state, in float32 at least, and the last inputs of its convolutions. Depth mixing keeps nothing between tokens.
     """
     wide, per_token, per_row = ops.accumulator(dtype).itemsize, 0, 0
-    for kept in config.kept:
+    for kept in config.kept():
         per_token += dtype.itemsize * sum(heads * width for heads, width in kept.columns)
         for shape, is_wide in zip(kept.state, kept.wide, strict=True):
             per_row += math.prod(shape) * (wide if is_wide else dtype.itemsize)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
+from depthmix import ops
 from depthmix.mechanisms.base import MOST_DIM
 from depthmix.support.checks import check_fields, check_positive, check_range
 
@@ -24,6 +27,12 @@ class Kept:
     columns: tuple[tuple[int, int], ...] = ()  # (heads, width) of each
     state: tuple[tuple[int, ...], ...] = ()  # of each, without the batch
     wide: tuple[bool, ...] = ()  # for each state: whether it is float32 at least
+
+    def tensors(self, batch: int, capacity: int, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor in a cache of `capacity` columns."""
+        columns = [((batch, heads, capacity, width), dtype) for heads, width in self.columns]
+        dtypes = [ops.accumulator(dtype) if wide else dtype for wide in self.wide]
+        return [*columns, *(((batch, *shape), kind) for shape, kind in zip(self.state, dtypes, strict=True))]
 
 
 @dataclass(frozen=True, kw_only=True)

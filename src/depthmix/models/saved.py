@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mechanisms.record import is_record, with_records
+from depthmix.models.kda import parameter_dtype
 from depthmix.support.files import FORMAT, beside, digest, flush, format_of, read_json, version
 
 AGAIN = "Save or copy the model again"
@@ -162,11 +163,8 @@ def assign_tensors(
     copy: bool = True,
 ) -> None:
     """Give a module on the meta device these tensors, which `check_tensors` has accepted; `dtype` is for parameters."""
-    parameters = {name for name, _ in module.named_parameters()}
-    moved = {
-        name: tensor.to(device=device, dtype=dtype if name in parameters else None, copy=copy)
-        for name, tensor in tensors.items()
-    }
+    dtypes = {} if dtype is None else {name: parameter_dtype(name, dtype) for name, _ in module.named_parameters()}
+    moved = {name: tensor.to(device=device, dtype=dtypes.get(name), copy=copy) for name, tensor in tensors.items()}
     module.load_state_dict(with_records(module, moved), assign=True)
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
