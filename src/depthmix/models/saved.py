@@ -122,8 +122,8 @@ def not_ours(path: Path, description: Any, content: Content) -> ValueError:
         return ValueError(f"{path} has no field 'format'; expected a file that {content.writer} wrote")
     return ValueError(
         f"{path} describes another project's model (model_type {kind!r}), not one that {content.writer} wrote. "
-        "depthmix reads Kimi Linear (NAME kimi_linear); of other models only the depth mixing, if they have any that it "
-        "knows: depthmix convert SOURCE TARGET --from NAME"
+        "Of such models depthmix takes what it knows, Kimi Linear as a whole and the depth mixing of some others: "
+        "depthmix convert SOURCE TARGET --from NAME"
     )
 
 

@@ -21,7 +21,7 @@ from depthmix.mechanisms.base import MOST_DEPTH, MOST_DIM
 from depthmix.mechanisms.record import is_record
 from depthmix.models.decoder import Decoder
 from depthmix.models.names.checkpoint import Checkpoint
-from depthmix.models.saved import assign_tensors
+from depthmix.models.saved import CONFIG, WEIGHTS, assign_tensors
 from depthmix.models.stack_files import check_whole
 from depthmix.support.checks import check_range, did_you_mean
 
@@ -36,6 +36,7 @@ class Converted:
     notes: what a user should know, one sentence each.
     config: the other project's configuration, if it was written.
     state: its tensors, if they were written.
+    files: the names of the files that were written.
     """
 
     module: DepthStack | Decoder
@@ -44,6 +45,7 @@ class Converted:
     notes: tuple[str, ...] = ()
     config: Mapping[str, Any] | None = None
     state: Mapping[str, Tensor] | None = None
+    files: tuple[str, ...] = (WEIGHTS, CONFIG)
 
 
 class Format(ABC):

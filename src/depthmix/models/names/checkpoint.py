@@ -86,7 +86,7 @@ class Checkpoint:
             held.setdefault(self.files[name], []).append(name)
         return dict(sorted(held.items()))
 
-    def check_names(self, wanted: Mapping[str, Any]) -> None:
+    def check_names(self, wanted: Iterable[str]) -> None:
         if missing := [name for name in wanted if name not in self.files]:
             raise ValueError(
                 f"{self.folder} does not match its {CONFIG}, by which it has {list_first(missing, 4)} too. {AGAIN}"

@@ -69,9 +69,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def write_shards(
-    target: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], most: int
-) -> tuple[str, ...]:
+def write_shards(target: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], most: int) -> tuple[str, ...]:
     """Write a configuration and tensors, in files of at most `most` bytes of tensors. The names of the files."""
     entries = {name: Entry(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     groups = divide(entries, most)
