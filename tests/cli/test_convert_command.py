@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 import depthmix as dm
 from depthmix.cli import main
-from depthmix.models.names import FORMATS
 from depthmix.training import Interrupted, load_run, loop, train
 from tests.decoders import tiny
 from tests.models.test_names import STACKS
@@ -34,7 +33,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return captured.err
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", STACKS)
 def test_a_stack_goes_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mechanism, options = STACKS[name]
     stack = random_stack(mechanism, **options)

@@ -54,7 +54,7 @@ def run(
     shard_size: Annotated[
         str,
         flag(
-            "With --to kimi_linear, the largest size of a file, such as 5GB or 500MB; a larger tensor has its own file.",
+            "With --to kimi_linear, the largest size of a file, such as 5GB or 500MB.",
             "SIZE",
         ),
     ] = SHARD_SIZE,
