@@ -352,8 +352,6 @@ def test_few_tensors_are_in_memory_at_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 MEASURED = """
-import torch, sys
-from depthmix.models import Decoder, DecoderConfig
 from depthmix.models.io import map_model
 from depthmix.models.names import convert_checkpoint, write_checkpoint
 from depthmix.models.names.tensor_file import TensorFile
@@ -368,6 +366,7 @@ def put(*args):
     inner(*args)
     peak[0] = max(peak[0], memory())
 
+convert_checkpoint("tiny", "warm", "kimi_linear")  # what is imported on the way
 TensorFile.put = put
 before = memory()
 convert_checkpoint("public", "ours", "kimi_linear")
@@ -382,10 +381,11 @@ def test_memory_of_a_conversion_does_not_grow_with_the_model(tmp_path: Path) -> 
     model = small(dim=512, hidden=2048, vocab_size=256)
     megabytes = sum(tensor.nbytes for tensor in model.state_dict().values()) / 2**20
     write_checkpoint(model, tmp_path / "public", NAME, shard_size="40MB")
+    place(tmp_path / "tiny")
     command = [sys.executable, "-c", MEASURED]
     done = subprocess.run(command, cwd=tmp_path, env=CHILD, check=True, capture_output=True, text=True)
     assert megabytes > 150
-    assert float(done.stdout) < 50
+    assert float(done.stdout) < 20
     for path in (tmp_path / "public").iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
