@@ -105,9 +105,11 @@ SINGLE = {"dtype": "float32", "steps": 1}
 BOTH = ("block_attnres", "mhc")  # with HSDP
 LOOP = {"first": 1, "last": 2, "repeats": 3}
 AUXILIARY = {"experts": 4, "active": 2, "shared": 1, "hidden": 16, "balance": "loss", "balance_rate": 0.5}
+SCALED = {"experts": 4, "active": 2, "shared": 1, "hidden": 16, "scale": 2.5, "dense_layers": 1}
 SOME = (
     {"form": "moe"},
     {"config": {"moe": AUXILIARY}},
+    {"config": {"moe": SCALED}},
     {"config": {"tie_embeddings": True}},
     {"form": "moe", "config": {"loop": LOOP}},
     {"config": {"loop": LOOP | {"share_mixers": True}}},
@@ -234,6 +236,10 @@ ERRORS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], tuple[st
     "expert width": (
         {"tp": 2}, {"moe": {"experts": 4, "active": 2, "hidden": 15}}, {"processes": 2},
         ("parallel.tp=2", "model.moe.hidden=15", "divides it", ": 1"),
+    ),
+    "width of the dense layers before experts": (
+        {"tp": 2}, {"hidden": 41, "moe": {"experts": 4, "active": 2, "hidden": 16, "dense_layers": 1}},
+        {"processes": 2}, ("parallel.tp=2", "model.hidden=41", "divides it", ": 1"),
     ),
     "processes": ({"tp": 2}, {}, {"processes": 3}, ("tp=2", "on 3 processes", "expected 2 or a multiple", "torchrun")),
     "all processes": (
