@@ -109,7 +109,7 @@ SCALED = {"experts": 4, "active": 2, "shared": 1, "hidden": 16, "scale": 2.5, "d
 SOME = (
     {"form": "moe"},
     {"config": {"moe": AUXILIARY}},
-    {"config": {"moe": SCALED}},
+    {"form": "moe", "config": {"moe": SCALED}},
     {"config": {"tie_embeddings": True}},
     {"form": "moe", "config": {"loop": LOOP}},
     {"config": {"loop": LOOP | {"share_mixers": True}}},
