@@ -60,7 +60,8 @@ def mistakes(case: dict[str, Any], results: list[dict[str, Any]]) -> list[str]:
         found.append("whole_state before the first step is not the one of one process")
     difference, name = max(result["gradient"] for result in results)
     if case["bfloat16"]:
-        if (angle := min(result["cosine"] for result in results)) < 0.99:
+        least = 0.95 if "kda" in case["config"].get("attention", ()) else 0.99  # rounding adds up in a state
+        if (angle := min(result["cosine"] for result in results)) < least:
             found.append(f"cosine of gradients {angle}")
         if (off := max(value for result in results for value in result["losses"][:1])) > 0.02:
             found.append(f"loss differs by {off:.1e}")
