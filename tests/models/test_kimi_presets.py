@@ -18,6 +18,8 @@ from depthmix.models.mlp import MLP
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.models.presets import preset
 from depthmix.training import TrainConfig
+from tests.models.test_kimi_linear import public
+from tests.reference import block_attnres, kimi_linear
 from tests.reference import kimi_counts as reference
 
 KIMI = reference.KIMI_LINEAR_48B
@@ -177,6 +179,29 @@ def test_the_sizes_given_to_the_dial_reach_every_part_of_the_backbone() -> None:
     assert config.moe is not None
     assert (config.hidden, config.moe.hidden) == (40, 10)
     assert config.mixer.name == "attnres"
+
+
+@torch.no_grad()
+def test_a_decoder_of_the_dial_computes_what_the_loops_of_the_reference_do() -> None:
+    """Four layers of KDA and two of MLA, a dense first layer, scaled experts, blocks of four sublayers."""
+    mixer = {"name": "block_attnres", "num_blocks": 3}
+    config = dm.DecoderConfig.from_depth(12, backbone="kimi_linear", dim=32, heads=2, hidden=16, mixer=mixer)
+    draw = torch.Generator().manual_seed(0)
+    model = dm.Decoder(config).double().eval()
+    for tensor in model.state_dict().values():  # the biases of the balance too
+        if tensor.is_floating_point():
+            tensor += 0.2 * torch.randn(tensor.shape, generator=draw, dtype=tensor.dtype)
+    tokens = torch.randint(256, (2, 9), generator=draw)
+    mixers = {name.removeprefix("depth."): tensor for name, tensor in model.state_dict().items()}
+
+    def depth(x: torch.Tensor, sublayers: list[kimi_linear.Sublayer]) -> list[torch.Tensor]:
+        return block_attnres.inputs(x, sublayers, mixers, num_blocks=3, eps=1e-6)
+
+    given = {"attention": config.attention_kinds, "heads": 2, "active": 2, "eps": config.norm_eps, "depth": depth}
+    expected = kimi_linear.logits(tokens, public(model), **given)  # its scale is that of the 48B model
+    assert (model(tokens) - expected).abs().max() <= 1e-11
+    other = kimi_linear.logits(tokens, public(model), **given, scale=1.0)
+    assert (model(tokens) - other).abs().max() >= 1e-3
 
 
 def test_the_default_backbone_is_what_it_was() -> None:
