@@ -143,7 +143,8 @@ def print_figures(figures: dict[str, Any]) -> None:
         f"{figures['mechanism']}, D = {figures['dim']}, {figures['depth']} sublayers: "
         f"{figures['tensors']} tensors of {name} {verb}, {figures['parameters']:,} parameters"
     )
-    print_wrapped(f"options  {', '.join(f'{key}={value}' for key, value in figures['options'].items())}", indent="  ")
+    if figures["options"]:
+        print_wrapped(f"options  {', '.join(f'{k}={v}' for k, v in figures['options'].items())}", indent="  ")
     if figures["units"]:
         print_wrapped(f"units    {' = '.join(f'{key} {value}' for key, value in figures['units'].items())}")
     for note in figures["notes"]:
