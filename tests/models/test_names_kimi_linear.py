@@ -24,6 +24,7 @@ import depthmix as dm
 from depthmix.models import preset
 from depthmix.models.names import checkpoint, convert_checkpoint, read_checkpoint, save_converted, write_checkpoint
 from depthmix.models.names.kimi_linear import places
+from depthmix.models.names.kimi_linear_config import read_config, write_config
 from depthmix.models.names.shards import parse_size
 from depthmix.models.names.tensor_file import Entry, TensorFile
 from tests.models.test_names import shard
@@ -228,6 +229,53 @@ def test_names_shapes_and_dtypes_of_what_is_written_are_the_public_ones(tmp_path
     for field in CONFIG.keys() - {"head_dim", "rope_scaling", "rope_theta", "use_grouped_topk"}:
         if field != "num_nextn_predict_layers":
             assert fields[field] == CONFIG[field], field
+
+
+PUBLISHED: dict[str, Any] = {  # what decides the function of the published 48B model
+    "model_type": "kimi_linear",
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 2304,
+    "initializer_range": 0.02,
+    "intermediate_size": 9216,
+    "kv_lora_rank": 512,
+    "linear_attn_config": {
+        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+        "head_dim": 128,
+        "kda_layers": [1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26],
+        "num_heads": 32,
+        "short_conv_kernel_size": 4,
+    },
+    "mla_use_nope": True,
+    "moe_intermediate_size": 1024,
+    "moe_layer_freq": 1,
+    "moe_renormalize": True,
+    "moe_router_activation_func": "sigmoid",
+    "num_attention_heads": 32,
+    "num_expert_group": 1,
+    "num_experts": 256,
+    "num_experts_per_token": 8,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 32,
+    "num_shared_experts": 1,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 2.446,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+
+
+def test_the_published_configuration_is_the_preset(tmp_path: Path) -> None:
+    source = checkpoint.Checkpoint(folder=tmp_path, config=PUBLISHED, files={})
+    ours = preset("kimi-linear-48b", mixer="residual")
+    assert read_config(source) == (ours, ())
+    written = write_config(ours, "bfloat16")
+    assert {name: written[name] for name in PUBLISHED} == PUBLISHED
 
 
 def test_the_48_billion_parameters_have_20493_tensors() -> None:

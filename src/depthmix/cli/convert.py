@@ -30,7 +30,6 @@ from depthmix.training.build import disk_errors
 EXAMPLES = (
     "depthmix convert runs/small out/fla --to fla",
     "depthmix convert out/fla out/mixers --from fla --json",
-    "depthmix convert Kimi-Linear-48B-A3B-Base out/model --from kimi_linear",
 )
 NAMES = ", ".join(FORMATS)
 
@@ -55,7 +54,7 @@ def run(
         str,
         flag(
             "With --to kimi_linear, the largest size of a file, such as 5GB or 500MB.",
-            "SIZE",
+            "NUMBER{MB,GB,GiB}",
         ),
     ] = SHARD_SIZE,
     json: Annotated[bool, switch("Print one JSON object.")] = False,

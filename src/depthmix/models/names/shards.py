@@ -52,9 +52,10 @@ def check_new(folder: Path) -> Path:
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """A temporary folder next to `target`, which it becomes at the end; until then there is nothing in `target`."""
-    target = target.absolute()
+    target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
     part.mkdir()
     try:
         yield part
