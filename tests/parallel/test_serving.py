@@ -38,7 +38,7 @@ def check_equal(cases: list[dict[str, Any]], ranks: int, folder: Path) -> None:
 def test_two_processes_generate_and_score_as_one_does(tmp_path: Path) -> None:
     layouts = ({"tp": 2}, {"pp": 2})
     cases = [{"model": model, "layout": layout} for model in MODELS for layout in layouts]
-    check_equal([*cases, {"model": HYBRID, "layout": {"pp": 2}}], 2, tmp_path)
+    check_equal([*cases, {"model": HYBRID, "layout": {"pp": 2}, "memory": "48KB"}], 2, tmp_path)
 
 
 @pytest.mark.full

@@ -43,8 +43,9 @@ class Serving:
                 if newest is None:
                     raise no_model(self.folder)
                 self.step, self.digest = newest[0], newest[1]["corpus"]
-            for name, parameter in part.named_parameters() if dtype is not None else ():
-                parameter.data = parameter.data.to(parameter_dtype(name, dtype))
+            if dtype is not None:
+                for name, parameter in part.named_parameters():
+                    parameter.data = parameter.data.to(parameter_dtype(name, dtype))
             part.requires_grad_(False)  # FSDP2 refuses parameters of several dtypes that have gradients
 
         model = DistributedDecoder(self.config, self.layout, device, prepare=prepare, dtype=None)
