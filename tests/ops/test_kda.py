@@ -153,6 +153,14 @@ def test_inputs_of_any_strides_give_the_same() -> None:
     assert_same(kda(*strided), kda(*inputs), inputs)
 
 
+@pytest.mark.parametrize(("B", "H"), [(0, 2), (2, 0)])
+def test_an_empty_batch_gives_an_empty_result(B: int, H: int) -> None:
+    inputs = sample(B, H, 70, 4, 6)
+    o, last = kda(*inputs)
+    assert (o.shape, last.shape) == ((B, H, 70, 6), (B, H, 4, 6))
+    assert [g.shape for g in torch.autograd.grad(o.sum() + last.sum(), inputs)] == [x.shape for x in inputs]
+
+
 # Strong decay.
 
 

@@ -244,7 +244,7 @@ print(int(kept), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def test_the_page_of_operations_names_every_function_and_only_files_that_exist() -> None:
     root = Path(__file__).parents[2]
-    page = (root / "docs" / "ops.md").read_text()
+    page = re.sub(r"```.*?```", "", (root / "docs" / "ops.md").read_text(), flags=re.S)
     words = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`]+)`", page))))
     assert set(dm.ops.__all__) <= words
     files = re.findall(r"`((?:\w+/)*\w+\.py|attend/native/)`", page)

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from depthmix.ops.backend import chosen, functional
 from depthmix.ops.kda import reference
-from depthmix.ops.kda.chunkwise import CHUNK
 from depthmix.ops.kda.gates import log_decay, unit_vectors
-from depthmix.ops.kda.operator import forward_op, saved_bytes
 from depthmix.ops.streams import common_accumulator
 
 __all__ = ["kda", "log_decay", "saved_bytes", "unit_vectors"]
 
+CHUNK = 64  # tokens
 FEW = 16  # new tokens up to which the recurrence is faster than a chunk
 
 
@@ -58,11 +57,13 @@ def kda(
     check_shapes(q, k, v, g, beta)
     check_state(state, q, v)
     check_documents(documents, q)
-    if recurrent(q.shape[2]):
+    if recurrent(q.shape[2]) or 0 in q.shape[:2]:
         dtype, narrow = common_accumulator(q, k, v, g, beta, state), v.dtype
         q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
         o, last = reference.kda(q, k, v, g, beta, None if state is None else state.to(dtype), documents)
         return o.to(narrow), last
+    from depthmix.ops.kda.operator import forward_op  # here, or `import depthmix` would take longer
+
     size = CHUNK if q.shape[2] > CHUNK // 2 else CHUNK // 2
     o, last, *_ = forward_op(q, k, v, g, beta, state, documents, size)
     return o, last
@@ -76,6 +77,11 @@ def recurrent(tokens: int) -> bool:
     if tokens <= FEW or functional() or torch.compiler.is_exporting():
         return True
     return not torch.compiler.is_compiling() and chosen() == "reference"  # a compiler cannot trace `chosen`
+
+
+def saved_bytes(key: int, value: int, chunk: int = CHUNK, itemsize: int = 4) -> float:
+    """Bytes per token and head that the backward pass needs besides the inputs: G, Δ, the states, a and P."""
+    return itemsize * (key + value + key * value / chunk + 2 * chunk)
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:

@@ -27,8 +27,6 @@ from depthmix.ops.kda.pairs import pair_gradients, pair_products, safe_block
 from depthmix.ops.reference import full_precision
 from depthmix.ops.streams import common_accumulator
 
-CHUNK = 64
-
 
 class Saved(NamedTuple):
     """What the backward pass needs besides the inputs q, k, v, β and documents."""

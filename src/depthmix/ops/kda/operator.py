@@ -93,8 +93,3 @@ def no_second_derivatives(ctx: Any, *_: Any) -> None:
 
 forward_op.register_autograd(backward, setup_context=save_for_backward)
 backward_op.register_autograd(no_second_derivatives)
-
-
-def saved_bytes(key: int, value: int, chunk: int = chunkwise.CHUNK, itemsize: int = 4) -> float:
-    """Bytes per token and head that the backward pass needs besides the inputs: G, Δ, the states, a and P."""
-    return itemsize * (key + value + key * value / chunk + 2 * chunk)
