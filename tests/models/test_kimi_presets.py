@@ -12,12 +12,12 @@ import torch
 
 import depthmix as dm
 from depthmix.cli import main
-from depthmix.models.counting import Counts, count_parameters, count_sublayers
+from depthmix.models.counting import Counts, attention_flops, count_parameters, count_sublayers
 from depthmix.models.decoder import make_mixers, make_sublayer
 from depthmix.models.mlp import MLP
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.models.presets import preset
-from depthmix.training import TrainConfig
+from depthmix.training import TrainConfig, flops_per_token
 from tests.models.test_kimi_linear import public
 from tests.reference import block_attnres, kimi_linear
 from tests.reference import kimi_counts as reference
@@ -230,6 +230,31 @@ def test_the_small_preset_is_the_dial_at_eight_layers_and_width_128() -> None:
     assert config.moe is not None
     assert (config.hidden, config.moe.experts, config.moe.active, config.moe.shared) == (384, 8, 2, 1)
     assert config.moe.hidden == 96
+
+
+# The page.
+
+
+def test_the_page_gives_the_counts_of_every_preset_on_this_backbone() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kimi_linear.md").read_text()
+    for name in (*TABLE_2, "kimi-linear-48b", "kimi-linear-tiny"):
+        counts = counts_of(name)
+        numbers = (counts.total, counts.active, counts.active_without_embeddings)
+        (row,) = (line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        assert row.endswith(f" {' | '.join(f'{number:,}' for number in numbers)} |")
+
+
+def test_the_page_gives_the_flops_of_attention() -> None:
+    config = preset("kimi-linear-48b")
+    kinds = config.attention_kinds
+    for tokens, kda, mla in ((4096, 0.10, 0.29), (131_072, 0.10, 9.40), (1_048_576, 0.10, 75.2)):
+        flops = dict.fromkeys(("kda", "mla"), 0)
+        for kind, each in zip(kinds, attention_flops(config, tokens), strict=True):
+            flops[kind] += each
+        assert flops["kda"] / 1e9 == pytest.approx(kda, abs=0.006)
+        assert flops["mla"] / 1e9 == pytest.approx(mla, rel=0.02)
+        rest = flops_per_token(config, tokens) / 3 - sum(flops.values())
+        assert rest / 1e9 == pytest.approx(6.22, abs=0.005)
 
 
 # The command line.

@@ -26,7 +26,7 @@ from depthmix.models import Decoder, DecoderConfig
 from depthmix.models.context import Context, make_context
 from depthmix.models.decoder import checked_tokens
 from depthmix.models.init import initialise
-from depthmix.models.kda import WIDE
+from depthmix.models.kinds import WIDE
 
 LAYER = 2  # sublayers
 

@@ -18,8 +18,6 @@ from depthmix.models.attention import Attention
 from depthmix.models.config import DecoderConfig
 from depthmix.models.context import Cache, Context, locate, make_context
 from depthmix.models.init import initialise
-from depthmix.models.kda import KDA
-from depthmix.models.mla import MLA
 from depthmix.models.mlp import MLP
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.models.norm import RMSNorm
@@ -219,9 +217,16 @@ def make_sublayer(config: DecoderConfig, index: int) -> nn.Module:
 
 
 def make_attention(config: DecoderConfig, kind: str) -> nn.Module:
+    """A sublayer of this kind; the module of a kind is imported by decoders that have it."""
     if kind == "kda" and config.kda is not None:
+        from depthmix.models.kda import KDA
+
         return KDA(config.dim, config.kda, config.norm_eps)
-    return MLA(config) if kind == "mla" else Attention(config)
+    if kind == "mla":
+        from depthmix.models.mla import MLA
+
+        return MLA(config)
+    return Attention(config)
 
 
 def make_mixers(config: DecoderConfig) -> tuple[DepthStack, KVStack | nn.ModuleList]:

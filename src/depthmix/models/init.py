@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from depthmix.models.kda import start_conv, start_rates, start_steps
 from depthmix.support.files import seed_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ ONE, ZERO = "1", "0"
 CONV = "uniform in ±1/√W, where W is the width of the convolution"
 STEPS = "softplus of it log-uniform in [0.001, 0.1]"
 RATES = "exp of it uniform in [1, 16]; 0 if the decay has a bound"
-DRAWN = {CONV: start_conv, STEPS: start_steps, RATES: start_rates}
+OF_KDA = {CONV: "start_conv", STEPS: "start_steps", RATES: "start_rates"}  # functions of models/kda.py
 TABLE: tuple[tuple[str, str], ...] = (
     (r"embed\.weight|head\.weight", NORMAL),
     (r"(.*\.)?(norm|q_norm|k_norm|o_norm|kv_norm)\.weight", ONE),
@@ -81,8 +81,8 @@ def draw(parameter: Tensor, start: str, config: DecoderConfig, seed: int | None)
         parameter.normal_(std=std, generator=generator)
     elif start == RATES and config.kda is not None and config.kda.bound is not None:
         parameter.zero_()
-    elif start in DRAWN:
-        DRAWN[start](parameter, generator)
+    elif start in OF_KDA:
+        getattr(import_module("depthmix.models.kda"), OF_KDA[start])(parameter, generator)
     else:
         parameter.fill_(float(start))
 

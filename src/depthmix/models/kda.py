@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from depthmix import ops
 from depthmix.mechanisms import KVMixer, State
 from depthmix.models.context import Context
-from depthmix.models.kinds import KDAConfig
+from depthmix.models.kinds import WIDE, KDAConfig
 from depthmix.models.norm import RMSNorm
 
-WIDE = ("A_log", "dt_bias")  # float32 at least: their steps are small compared with their values
 STEPS = (1e-3, 0.1)  # dt, softplus(dt_bias) at the start, lies between these
 RATES = (1.0, 16.0)  # exp(A_log) at the start lies between these
 
@@ -157,11 +156,6 @@ class KDA(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.config.heads} heads of {self.config.head_dim}"
-
-
-def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a parameter of this name in a decoder of this dtype."""
-    return ops.accumulator(dtype) if name.rpartition(".")[2] in WIDE else dtype
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,10 +16,10 @@ from depthmix.mechanisms.base import MOST_DIM
 from depthmix.support.checks import check_fields, check_positive, check_range
 
 KINDS = ("gqa", "kda", "mla")
+WIDE = ("A_log", "dt_bias")  # parameters of KDA in float32 at least: their steps are small compared with their values
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kept:
+class Kept(NamedTuple):
     """What one execution of attention keeps for later tokens, as the shapes of its tensors.
 
     Columns grow with the tokens: each tensor is [B, heads, S, width]. A state has a constant size: [B, …].
@@ -95,3 +96,8 @@ def repeat_kinds(attention: str | tuple[str, ...], layers: int) -> tuple[str, ..
             "layer, or a shorter list, which repeats"
         )
     return tuple(pattern[i % len(pattern)] for i in range(layers))
+
+
+def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter of this name in a decoder of this dtype."""
+    return ops.accumulator(dtype) if name.rpartition(".")[2] in WIDE else dtype

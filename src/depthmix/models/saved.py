@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mechanisms.record import is_record, with_records
-from depthmix.models.kda import parameter_dtype
+from depthmix.models.kinds import parameter_dtype
 from depthmix.support.files import FORMAT, beside, digest, flush, format_of, read_json, version
 
 AGAIN = "Save or copy the model again"

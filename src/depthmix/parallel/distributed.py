@@ -15,7 +15,7 @@ from depthmix import ops
 from depthmix.mechanisms.record import is_record, with_records
 from depthmix.models import Decoder, DecoderConfig
 from depthmix.models.decoder import SublayerLoop, empty_decoder
-from depthmix.models.kda import parameter_dtype
+from depthmix.models.kinds import parameter_dtype
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.parallel import ranks
 from depthmix.parallel.decoder_plan import meta_parts, shared_names

@@ -11,7 +11,7 @@ from depthmix.models import DecoderConfig
 from depthmix.models.decoder import SublayerLoop
 from depthmix.models.io import fill
 from depthmix.models.io import read_config as read_model_config
-from depthmix.models.kda import parameter_dtype
+from depthmix.models.kinds import parameter_dtype
 from depthmix.parallel import ranks
 from depthmix.parallel.distributed import DistributedDecoder
 from depthmix.parallel.layout import Layout
