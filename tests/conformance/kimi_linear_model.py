@@ -4,11 +4,13 @@
 
 A process of its own, because transformers takes the kernels of fla-core wherever that can be imported, and those need a
 GPU: fla is hidden here before transformers is imported, which no other test may notice. For each form FOLDER gets
-FORM/weights and FORM/gradients (as `save_pretrained` writes them) and FORM/results.safetensors.
+FORM/weights and FORM/gradients (as `save_pretrained` writes them) and FORM/results.safetensors; 48b.json has the number
+of parameters of the released size.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -150,9 +152,19 @@ def write(model: Any, folder: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in results.items()}, folder / "results.safetensors")
 
 
+def count_48b(modeling: Any) -> int:
+    """Their defaults are the released sizes; only the layer list is not, which without a list ends with KDA."""
+    full = {4, 8, 12, 16, 20, 24, 27}  # from 1, as the released configuration has them
+    config = modeling.KimiLinearConfig(layer_types=[MLA if i + 1 in full else KDA for i in range(27)])
+    with torch.device("meta"):
+        model = modeling.KimiLinearForCausalLM(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     modeling = load_modeling()
+    (folder / "48b.json").write_text(json.dumps({"parameters": count_48b(modeling)}))
     for form in SIZES:
         write(make(modeling, form), folder / form)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.conformance import kimi_linear_model as theirs
-from tests.reference import block_attnres, kimi_linear
+from tests.reference import block_attnres, kimi_counts, kimi_linear
 
-pytest.importorskip("transformers.models.kimi_linear", reason="transformers 5.22 is the first that has it")
+pytest.importorskip("transformers.models.kimi_linear", reason="this version of transformers has no Kimi Linear")
 
 PEER = "transformers"
 ROOT = Path(__file__).parents[2]
@@ -41,20 +42,27 @@ def read(folder: Path) -> Written:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Written]:
-    folder = tmp_path_factory.mktemp("kimi_linear")
-    command = [sys.executable, "-m", "tests.conformance.kimi_linear_model", str(folder)]
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kimi_linear")
+    command = [sys.executable, "-m", "tests.conformance.kimi_linear_model", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.fixture(scope="module")
+def written(folder: Path) -> dict[str, Written]:
     return {form: read(folder / form) for form in theirs.SIZES}
 
 
-def mean_of_blocks(sublayers: int) -> dict[str, Tensor]:
-    """Queries at zero: with scale_by_count every read is the sum of all outputs, whatever the key weights."""
-    sites = [f"mixers.{i}" for i in range(1, sublayers)] + ["out"]
-    dim = theirs.SIZES["kimi"]["hidden_size"]
-    queries = {f"{site}.query": torch.zeros(dim, dtype=torch.float64) for site in sites}
-    return queries | {f"{site}.key_weight": torch.rand(dim, dtype=torch.float64) for site in sites}
+def mixers(sublayers: int, *, size: float) -> dict[str, Tensor]:
+    """Parameters of block_attnres with queries of this size. The first sublayer has none."""
+    generator = torch.Generator().manual_seed(5)
+    params = {}
+    for site in [*(f"mixers.{i}" for i in range(1, sublayers)), "out"]:
+        query, key_weight = torch.randn(2, 24, generator=generator, dtype=torch.float64)
+        params |= {f"{site}.query": size * query, f"{site}.key_weight": 1 + 0.2 * key_weight}
+    return params
 
 
 @EVERY_FORM
@@ -107,15 +115,20 @@ def test_the_bias_of_the_experts_changes_what_is_chosen(form: str, written: dict
 
 
 @pytest.mark.parametrize("blocks", [1, 3, 8])
-def test_block_attention_residuals_with_zero_queries_give_their_logits(
+def test_block_attention_residuals_give_their_logits_with_queries_at_zero_only(
     blocks: int, written: dict[str, Written], agree: Any
 ) -> None:
-    def depth(x: Tensor, sublayers: list[kimi_linear.Sublayer]) -> list[Tensor]:
-        mixers = mean_of_blocks(len(sublayers))
-        return block_attnres.inputs(x, sublayers, mixers, num_blocks=blocks, scale_by_count=True, eps=1e-5)
+    def logits(size: float) -> Tensor:
+        def depth(x: Tensor, sublayers: list[kimi_linear.Sublayer]) -> list[Tensor]:
+            params = mixers(len(sublayers), size=size)  # scale_by_count: with equal weights a read is the plain sum
+            return block_attnres.inputs(x, sublayers, params, num_blocks=blocks, scale_by_count=True, eps=1e-5)
 
-    ours = kimi_linear.logits(theirs.packed()[:, :5], written["kimi"].weights, depth=depth, **theirs.OPTIONS["kimi"])
-    agree("reference of Kimi Linear with block_attnres", [ours], [written["kimi"].results["packed"][:, :5]])
+        first = theirs.packed()[:, : theirs.LENGTHS[0]]
+        return kimi_linear.logits(first, written["kimi"].weights, depth=depth, **theirs.OPTIONS["kimi"])
+
+    expected = written["kimi"].results["packed"][:, : theirs.LENGTHS[0]]
+    agree("reference of Kimi Linear with block_attnres at zero", [logits(0.0)], [expected])
+    assert (logits(0.3) - expected).abs().max() > 1e-2
 
 
 def test_both_names_of_a_dense_mlp_are_read(written: dict[str, Written]) -> None:
@@ -127,3 +140,30 @@ def test_both_names_of_a_dense_mlp_are_read(written: dict[str, Written]) -> None
     assert spellings[0].keys() != spellings[1].keys()
     ours = [kimi_linear.logits(theirs.packed(), each, **theirs.OPTIONS["kimi"]) for each in spellings]
     torch.testing.assert_close(*ours, rtol=0, atol=0)
+
+
+def test_names_and_shapes_of_the_checkpoint_are_those_that_are_counted(written: dict[str, Written]) -> None:
+    size = theirs.SIZES["kimi"]
+    model = kimi_counts.Model(
+        attention=tuple(theirs.OPTIONS["kimi"]["attention"]),
+        dim=size["hidden_size"],
+        heads=size["num_attention_heads"],
+        dense_hidden=size["intermediate_size"],
+        expert_hidden=size["moe_intermediate_size"],
+        experts=size["num_local_experts"],
+        vocabulary=theirs.VOCABULARY,
+        head_dim=size["linear_head_dim"],
+        rank=size["kv_lora_rank"],
+        own_key=size["qk_nope_head_dim"],
+        shared_key=size["qk_rope_head_dim"],
+        value=size["v_head_dim"],
+    )
+    # they write the dense MLP under the name of experts
+    saved, public = "layers.0.block_sparse_moe.", "layers.0.mlp."
+    shapes = {name.replace(saved, public): tuple(tensor.shape) for name, tensor in written["kimi"].weights.items()}
+    assert shapes == kimi_counts.shapes(model)
+
+
+def test_the_released_size_has_the_number_of_parameters_that_is_counted(folder: Path) -> None:
+    theirs_48b = json.loads((folder / "48b.json").read_text())["parameters"]
+    assert theirs_48b == kimi_counts.total(kimi_counts.KIMI_LINEAR_48B)
