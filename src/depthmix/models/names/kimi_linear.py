@@ -19,7 +19,7 @@ from depthmix.mechanisms import DepthStack
 from depthmix.mechanisms.record import is_record
 from depthmix.models.config import DecoderConfig
 from depthmix.models.decoder import Decoder
-from depthmix.models.kda import WIDE
+from depthmix.models.kinds import WIDE
 from depthmix.models.names.base import Converted, WholeFormat
 from depthmix.models.names.checkpoint import Checkpoint
 from depthmix.models.names.kimi_linear_config import read_config, write_config
