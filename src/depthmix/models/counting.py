@@ -14,7 +14,7 @@ from depthmix.mechanisms import KVStack
 from depthmix.models.config import DecoderConfig
 from depthmix.models.decoder import Decoder
 from depthmix.models.moe import MixtureOfExperts
-from depthmix.ops.kda.chunkwise import CHUNK
+from depthmix.ops.kda import CHUNK
 
 
 @dataclass(frozen=True, kw_only=True)
