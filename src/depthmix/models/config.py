@@ -286,7 +286,7 @@ class DecoderConfig:
 
 
 def check_attention(config: DecoderConfig) -> None:
-    """Check the sizes of the heads, for the kinds of attention that the decoder has."""
+    """Check that each kind of attention has its sizes, and what the kinds exclude."""
     kinds = config.attention_kinds
     for name, part, example in (("kda", config.kda, KDA_EXAMPLE), ("mla", config.mla, MLA_EXAMPLE)):
         if part is None and name in kinds:
@@ -301,8 +301,11 @@ def check_attention(config: DecoderConfig) -> None:
             "attention='gqa': \"mla\" keeps one latent for all heads, from which mixed values cannot be made, and "
             '"kda" keeps no values of tokens'
         )
-    if "gqa" not in kinds:
-        return
+    if "gqa" in kinds:
+        check_heads(config)
+
+
+def check_heads(config: DecoderConfig) -> None:
     if config.head_dim is None:
         check_divides("heads", config.heads, config.dim)
     check_divides("kv_heads", config.num_kv_heads, config.heads, of="the query heads, heads")
