@@ -17,6 +17,7 @@ from depthmix.models.decoder import make_mixers, make_sublayer
 from depthmix.models.mlp import MLP
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.models.presets import preset
+from depthmix.studies import Grid, Size, make_arms
 from depthmix.training import TrainConfig, flops_per_token
 from tests.models.test_kimi_linear import public
 from tests.reference import block_attnres, kimi_linear
@@ -312,6 +313,23 @@ def test_show_tells_no_blocks_where_there_are_none(capsys: pytest.CaptureFixture
     assert "blocks_begin_at_sublayer" not in page["mixing"]
     assert (page["layers"]["attention"], page["layers"]["mlp"]) == (["gqa"] * 24, ["dense"] * 24)
     assert page["cache"]["bytes_per_row"] == 0
+
+
+def test_every_arm_of_a_study_has_the_backbone() -> None:
+    sizes = [Size(depth=4, dim=32), Size(depth=8, dim=32)]
+    grid = Grid.parse(["residual", "attnres"], sizes, settings=["model.kda.conv=3"], backbone="kimi_linear")
+    models = [arm.config.model for arm in make_arms(grid)]
+    assert [model.attention_kinds for model in models[::2]] == [("kda", "mla"), ("kda", "kda", "kda", "mla")]
+    assert all(model.kda == dm.KDAConfig(heads=1, head_dim=32, conv=3) for model in models)
+    plain = make_arms(Grid.parse(["residual"], sizes))
+    assert all({*arm.config.model.attention_kinds} == {"gqa"} for arm in plain)
+
+
+@pytest.mark.full
+def test_the_small_preset_learns_in_20_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--preset", "kimi-linear-tiny", "--steps", "20", "--json", "--folder", str(tmp_path / "run")]
+    assert main(["train", *given, "--set", f"data.folder={tmp_path / 'tokens'}"]) == 0
+    assert json.loads(capsys.readouterr().out)["validation_loss"] < 3.0, "5.5 at the start; 2.5 was seen"
 
 
 def test_the_small_preset_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,6 +192,7 @@ def kv_cost_table(page: dict[str, Any]) -> Any:
 
     sizes = f"{page['attention_layers']} attention layers of {page['heads']} heads"
     table = Table(title=f"At D = {page['dim']}, {sizes}", title_justify="left", show_header=False)
+    table.add_row("kind of attention", "grouped queries (gqa) only, not kda or mla")
     table.add_row("parameters", parameters_word(page))
     table.add_row("state per token", f"{widths(page)} widths of the key-value heads, at a cut / in a read")
     table.add_row("FLOPs per token, forward", flops_words(page))

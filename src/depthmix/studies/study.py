@@ -164,12 +164,19 @@ def describe_size(config: TrainConfig) -> str:
     return f"{model.depth} sublayers of width {model.dim}, {tokens:,} tokens in {steps:,} steps"
 
 
+def describe_attention(config: TrainConfig) -> dict[str, str]:
+    """The kinds of attention, where they are not grouped queries alone."""
+    kinds = {*config.model.attention_kinds}
+    return {} if kinds == {"gqa"} else {"attention": ", ".join(sorted(kinds))}
+
+
 def describe_settings(study: Study, **more: Any) -> Mapping[str, Any]:
     """The settings of a study for its page, and the fields `more`."""
     first = study.arms[0].config
     sizes = {arm.size: arm.config for arm in reversed(study.arms)}  # the first arm of each
     return {
         "size": "; ".join(map(describe_size, reversed(sizes.values()))),
+        **describe_attention(first),
         "optimizer": ", ".join(f"{k} {v}" for k, v in dataclasses.asdict(first.optimizer).items() if k != "lr"),
         "schedule": ", ".join(f"{k} {v}" for k, v in dataclasses.asdict(first.schedule).items()),
         "batch": f"{first.tokens_per_step:,} tokens, rows of {first.data.tokens_per_row}",
