@@ -11,11 +11,9 @@ from typing import Any, Literal
 from depthmix.mechanisms import MixerConfig, kv_mechanism, legacy, make_config, mechanism
 from depthmix.mechanisms.base import MOST_DEPTH, MOST_DIM, Kind
 from depthmix.models import backbones
-from depthmix.models.kinds import KDAConfig, Kept, MLAConfig, repeat_kinds
-from depthmix.support.checks import check_divides, check_fields, check_positive, check_range, make_part
+from depthmix.models.kinds import KDAConfig, Kept, MLAConfig, check_attention, repeat_kinds
+from depthmix.support.checks import check_fields, check_positive, check_range, make_part
 
-KDA_EXAMPLE = "{'heads': 4, 'head_dim': 32}"
-MLA_EXAMPLE = "{'rank': 64, 'nope': 32, 'shared': 16, 'value': 32}"
 DIAL_SIZES = ("dim", "heads", "hidden")  # from which the other sizes of a backbone follow
 
 
@@ -283,34 +281,6 @@ class DecoderConfig:
         if missing := sorted(needed - set(given)):
             raise ValueError(f"missing fields: {', '.join(missing)}")
         return cls(**given)
-
-
-def check_attention(config: DecoderConfig) -> None:
-    """Check that each kind of attention has its sizes, and what the kinds exclude."""
-    kinds = config.attention_kinds
-    for name, part, example in (("kda", config.kda, KDA_EXAMPLE), ("mla", config.mla, MLA_EXAMPLE)):
-        if part is None and name in kinds:
-            raise ValueError(f"attention={config.attention!r} without {name}; expected its sizes, such as {example}")
-        if part is not None and name not in kinds:
-            raise ValueError(
-                f"{part} with attention={config.attention!r}; expected {name}=None, or {name!r} among the layers"
-            )
-    if config.kv_mixer is not None and {*kinds} != {"gqa"}:
-        raise ValueError(
-            f"kv_mixer={config.kv_mixer.name!r} with attention={config.attention!r}; expected kv_mixer=None, or "
-            "attention='gqa': \"mla\" keeps one latent for all heads, from which mixed values cannot be made, and "
-            '"kda" keeps no values of tokens'
-        )
-    if "gqa" in kinds:
-        check_heads(config)
-
-
-def check_heads(config: DecoderConfig) -> None:
-    if config.head_dim is None:
-        check_divides("heads", config.heads, config.dim)
-    check_divides("kv_heads", config.num_kv_heads, config.heads, of="the query heads, heads")
-    if config.width % 2:
-        raise ValueError(f"head_dim={config.width}; expected an even number, since RoPE rotates pairs of channels")
 
 
 def without_defaults(cls: type[MixerConfig], options: Mapping[str, Any], sizes: dict[str, int]) -> Mapping[str, Any]:

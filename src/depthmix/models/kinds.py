@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from depthmix import ops
 from depthmix.mechanisms.base import MOST_DIM
-from depthmix.support.checks import check_fields, check_positive, check_range
+from depthmix.support.checks import check_divides, check_fields, check_positive, check_range
+
+if TYPE_CHECKING:
+    from depthmix.models.config import DecoderConfig
 
 KINDS = ("gqa", "kda", "mla")
 WIDE = ("A_log", "dt_bias")  # parameters of KDA in float32 at least: their steps are small compared with their values
+KDA_EXAMPLE = "{'heads': 4, 'head_dim': 32}"
+MLA_EXAMPLE = "{'rank': 64, 'nope': 32, 'shared': 16, 'value': 32}"
 
 
 class Kept(NamedTuple):
@@ -96,6 +101,34 @@ def repeat_kinds(attention: str | tuple[str, ...], layers: int) -> tuple[str, ..
             "layer, or a shorter list, which repeats"
         )
     return tuple(pattern[i % len(pattern)] for i in range(layers))
+
+
+def check_attention(config: DecoderConfig) -> None:
+    """Check that each kind of attention has its sizes, and what the kinds exclude."""
+    kinds = config.attention_kinds
+    for name, part, example in (("kda", config.kda, KDA_EXAMPLE), ("mla", config.mla, MLA_EXAMPLE)):
+        if part is None and name in kinds:
+            raise ValueError(f"attention={config.attention!r} without {name}; expected its sizes, such as {example}")
+        if part is not None and name not in kinds:
+            raise ValueError(
+                f"{part} with attention={config.attention!r}; expected {name}=None, or {name!r} among the layers"
+            )
+    if config.kv_mixer is not None and {*kinds} != {"gqa"}:
+        raise ValueError(
+            f"kv_mixer={config.kv_mixer.name!r} with attention={config.attention!r}; expected kv_mixer=None, or "
+            "attention='gqa': \"mla\" keeps one latent for all heads, from which mixed values cannot be made, and "
+            '"kda" keeps no values of tokens'
+        )
+    if "gqa" in kinds:
+        check_heads(config)
+
+
+def check_heads(config: DecoderConfig) -> None:
+    if config.head_dim is None:
+        check_divides("heads", config.heads, config.dim)
+    check_divides("kv_heads", config.num_kv_heads, config.heads, of="the query heads, heads")
+    if config.width % 2:
+        raise ValueError(f"head_dim={config.width}; expected an even number, since RoPE rotates pairs of channels")
 
 
 def parameter_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
