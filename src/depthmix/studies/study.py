@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.data import Corpus
+from depthmix.models import DecoderConfig
 from depthmix.studies.arms import Arm, with_changes
 from depthmix.studies.comparison import Comparison, Run, compare, read_run
 from depthmix.studies.runs import Pool, Task, threads_per_run
@@ -165,8 +166,8 @@ def describe_size(config: TrainConfig) -> str:
 
 
 def describe_attention(config: TrainConfig) -> dict[str, str]:
-    """The kinds of attention, where they are not grouped queries alone."""
-    kinds = {*config.model.attention_kinds}
+    """The kinds of attention of a decoder, where they are not grouped queries alone."""
+    kinds = {*config.model.attention_kinds} if isinstance(config.model, DecoderConfig) else {"gqa"}
     return {} if kinds == {"gqa"} else {"attention": ", ".join(sorted(kinds))}
 
 
