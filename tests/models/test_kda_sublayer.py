@@ -129,11 +129,24 @@ def test_a_narrow_sublayer_is_close_to_the_wide_one() -> None:
         assert gap(y, want) <= 0.05 * float(want.detach().abs().max())
 
 
-@pytest.mark.parametrize("tokens", [pytest.param(3, marks=pytest.mark.full), 40])
-def test_a_compiled_sublayer_is_the_eager_one(tokens: int) -> None:
-    sublayer, h = make(), torch.randn(2, tokens, 6, dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [
+        (40, {}),
+        pytest.param(3, {}, marks=pytest.mark.full),
+        pytest.param(40, {"bound": -5.0}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_compiled_sublayer_is_the_eager_one_with_its_gradients(tokens: int, options: dict[str, Any]) -> None:
+    sublayer, h = make(**options), torch.randn(2, tokens, 6, dtype=torch.float64, requires_grad=True)
+    leaves = [h, *sublayer.parameters()]
     compiled = torch.compile(sublayer.scan, fullgraph=True, backend="aot_eager")
-    assert gap(compiled(h)[0], sublayer.scan(h)[0]) <= 1e-12
+    ours, theirs = (scan(h)[0] for scan in (compiled, sublayer.scan))
+    assert gap(ours, theirs) <= 1e-12
+    direction = torch.randn_like(theirs)
+    for a, b in zip(*(torch.autograd.grad(y, leaves, direction) for y in (ours, theirs)), strict=True):
+        assert gap(a, b) <= 1e-12
 
 
 @pytest.mark.parametrize(
