@@ -18,9 +18,16 @@ KINDS: dict[str, dict[str, Any]] = {
     "looped, value_residual": {"form": "looped", "mixer": "block_attnres", "kv_mixer": "value_residual"},
     "experts": {"form": "moe", "mixer": "block_attnres"},
 }
-KIMI_BLOCKS = {**KIMI, "mixer": {"name": "block_attnres", "num_blocks": 2}}  # without caches of transformers
+BLOCKS = {"mixer": {"name": "block_attnres", "num_blocks": 2}}
+KIMI_KINDS: dict[str, dict[str, Any]] = {
+    "kimi": {**KIMI, **BLOCKS},
+    "mla": {**KIMI, **BLOCKS, "attention": "mla", "kda": None},
+    "kda": {**KIMI, **BLOCKS, "attention": "kda", "mla": None},
+    "gqa, kda": {**KIMI, **BLOCKS, "attention": ("gqa", "kda"), "mla": None},
+    "kimi, looped": {**KIMI, **BLOCKS, "form": "looped"},
+}
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 def wrapped(kind: str, dtype: torch.dtype = torch.float64, **changes: Any) -> DepthmixForCausalLM:
-    return DepthmixForCausalLM.from_decoder(tiny(dtype=dtype, **{**KINDS.get(kind, KIMI_BLOCKS), **changes}))
+    return DepthmixForCausalLM.from_decoder(tiny(dtype=dtype, **{**{**KINDS, **KIMI_KINDS}[kind], **changes}))

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
 
+from depthmix.hf.cache import Slots, fit
 from depthmix.hf.card import write_model_card
 from depthmix.hf.config import DepthmixConfig
 from depthmix.hf.loading import check_loading, check_reentry, is_missing
@@ -42,32 +43,24 @@ ALWAYS_A_MASK: dict[str, Any] = {"allow_is_causal_skip": False} if SKIPS else {"
 
 
 def rows_of(
-    config: DecoderConfig, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    config: DecoderConfig, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Any
 ) -> dict[str, Tensor]:
     """Padding or documents, for attention with a state: it cannot see them in a mask."""
     if "kda" not in config.attention_kinds:
         return {}
+    before = 0 if cache is None else cache.get_seq_length()
     if attention_mask is not None:
-        if attention_mask.dim() != 2:
+        columns = before + x.shape[1]
+        if attention_mask.dim() != 2 or attention_mask.shape[1] != columns:
             raise ValueError(
-                f"attention_mask of shape {list(attention_mask.shape)} with attention 'kda'; expected [B, T], 0 at "
-                "padding: the state of KDA contains all tokens before"
+                f"attention_mask of shape {list(attention_mask.shape)} with attention 'kda'; expected [B, {columns}], "
+                "0 at padding: the state of KDA contains all tokens before"
             )
-        return {"valid": attention_mask}
-    if position_ids is None:
+        return {"valid": attention_mask[:, before:]}
+    if position_ids is None or cache is not None:
         return {}
     restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
     return {"documents": nn.functional.pad(restarts.long().cumsum(1), (1, 0)).expand(len(x), -1)}
-
-
-class Slots:
-    """A cache of transformers as attention calls it; positions and mask are made beforehand."""
-
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-
-    def put(self, slot: int, *new: Tensor) -> Any:
-        return self.cache.update(*new, slot)
 
 
 class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
@@ -95,6 +88,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
         for part in (self.decoder.depth, self.decoder.kv_mixers):
             part.float()
         self.gradient_checkpointing = False
+        self._is_stateful = "kda" in self.decoder.config.attention_kinds  # refuses assisted generation by name
         self._is_hf_initialized = not self.decoder.embed.weight.is_meta
         self.post_init()
 
@@ -185,19 +179,15 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
             if given is not None:
                 raise ValueError("got past_key_values with gradient checkpointing; expected None, or torch.no_grad()")
             return None
-        if others := sorted({*self.decoder.config.attention_kinds} - {"gqa"}):
-            if given is not None or asked:
-                raise ValueError(
-                    f"a cache of transformers with attention {' and '.join(map(repr, others))}; expected "
-                    "use_cache=False: it holds keys and values only. dm.generate(model.decoder, prompts) has a cache"
-                )
-            return None
         wanted = self.config.use_cache and not self.training if asked is None else asked
-        return DynamicCache(config=self.config) if given is None and wanted else given
+        cache = DynamicCache(config=self.config) if given is None and wanted else given
+        if cache is not None:
+            fit(cache, self.decoder.config)
+        return cache
 
     def context(self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Any) -> Context:
         """What all sublayers share. A static cache has more columns than tokens, so it always needs a mask."""
-        rows = rows_of(self.decoder.config, x, attention_mask, position_ids)
+        rows = rows_of(self.decoder.config, x, attention_mask, position_ids, cache)
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=x,
@@ -212,7 +202,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
             if attention_mask is not None and attention_mask.dim() == 2:
                 counted = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
                 position_ids = counted.gather(1, position_ids.expand(len(x), -1))
-        slots: Any = None if cache is None else Slots(cache)
+        slots: Any = None if cache is None else Slots(cache, x.shape[1])
         return make_context(self.decoder.config, position_ids, mask, slots, dtype=x.dtype, **rows)
 
     def hidden(self, x: Tensor, ctx: Context, keep_inputs: bool | None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
