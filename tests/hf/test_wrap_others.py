@@ -164,3 +164,14 @@ def test_adapters_that_copy_norms_keep_the_mechanism() -> None:
         adapted = peft.get_peft_model(copy.deepcopy(model), config).eval()
         with torch.no_grad():
             assert torch.allclose(adapted(tokens).logits, expected, atol=1e-5), modules
+
+
+def test_the_mixers_of_a_saved_model_are_converted(tmp_path: Path) -> None:
+    from depthmix.cli import main
+    from depthmix.models.names import read_checkpoint
+
+    model = wrapped("llama", "block_attnres", torch.float32, num_blocks=4, scale_by_count=False)
+    model.save_pretrained(tmp_path / "model")
+    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "fla"), "--to", "fla"]) == 0
+    stack = read_checkpoint(tmp_path / "fla", "fla").module
+    assert torch.equal(stack.mixers["5"].query, model.model.layers[2].depthmix.mixers["5"].query)

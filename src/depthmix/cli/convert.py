@@ -6,6 +6,7 @@ import json as json_format
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import tyro
 
 from depthmix.cli.generate import saved_model
@@ -14,7 +15,9 @@ from depthmix.mechanisms import DepthStack
 from depthmix.models import Decoder, load_model, load_stack
 from depthmix.models.names import FORMATS, Converted, read_checkpoint, save_converted, write_checkpoint
 from depthmix.models.names.target import kind_of
-from depthmix.models.saved import CONFIG, MODEL, WEIGHTS
+from depthmix.models.saved import AGAIN, CONFIG, MODEL, WEIGHTS
+from depthmix.support.checks import import_package
+from depthmix.support.files import read_object
 from depthmix.support.terminal import print_wrapped, printable, say
 from depthmix.training.build import disk_errors
 
@@ -75,6 +78,8 @@ def open_source(folder: Path) -> DepthStack | Decoder:
         raise FileNotFoundError(f"{folder} does not exist or is not a folder; expected a run, a saved model or a stack")
     if kind_of(folder) == "stack":
         return load_stack(folder)
+    if (stack := stack_of_transformers(folder)) is not None:
+        return stack
     place = saved_model(folder)
     if place is not None:
         return load_model(place)
@@ -84,6 +89,19 @@ def open_source(folder: Path) -> DepthStack | Decoder:
         f"{folder} is neither the folder of a run of `depthmix train` (it has no config.toml) nor a folder written by "
         f"{MODEL.writer} or save_stack (it has no {CONFIG})"
     )
+
+
+def stack_of_transformers(folder: Path) -> DepthStack | None:
+    """The mixers of a run with --from-hf, or of a wrapped model that was saved; None for other folders."""
+    for place in (folder, folder / "final"):
+        path = place / CONFIG
+        if path.is_file() and read_object(path, AGAIN, ()).get("model_type") == "depthmix_wrapped":
+            import_package("transformers", "a wrapped model", "'depthmix[hf]'")
+            from depthmix.hf.continued import load_continued
+
+            stack: DepthStack = load_continued(place, torch.float32).depth_stack()
+            return stack
+    return None
 
 
 def describe(
