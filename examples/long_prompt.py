@@ -31,7 +31,7 @@ def measure(mixer: str, tokens: int, memory: str) -> str:
     model = dm.Decoder(dm.DecoderConfig(**size, mixer=mixer)).eval()
     prompt = torch.randint(0, 256, (1, tokens))
     cache = PreallocatedCache(model.config, 1, tokens)
-    for tensor in (*cache.keys, *cache.values):
+    for tensor in cache.tensors:
         tensor.fill_(0.0)  # pages that were never touched are not resident yet
     model(prompt[:, :64])  # loads libraries and kernels
     chunk = tokens if memory == "none" else prefill_chunk(model, tokens, memory)

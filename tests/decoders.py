@@ -14,6 +14,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "moe": {"moe": {"experts": 4, "active": 2, "shared": 1, "hidden": 16}},
     "looped": {"loop": {"first": 1, "last": 2, "repeats": 2}},
 }
+KIMI: dict[str, Any] = {  # the attention of Kimi Linear, with one layer of MLA
+    "layers": 4,
+    "attention": ("kda", "kda", "kda", "mla"),
+    "kda": {"heads": 2, "head_dim": 8},
+    "mla": {"rank": 12, "nope": 8, "shared": 4, "value": 6},
+}
 VOCABULARY = 61
 
 

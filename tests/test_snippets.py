@@ -64,6 +64,8 @@ MECHANISMS = {
     "mixer": [mechanism(name) for name in dm.list_mechanisms()],
     "kv_mixer": [kv_mechanism(name) for name in dm.list_mechanisms(kind="kv")],
     "loop": [types.SimpleNamespace(Config=dm.LoopConfig)],
+    "kda": [types.SimpleNamespace(Config=dm.KDAConfig)],
+    "mla": [types.SimpleNamespace(Config=dm.MLAConfig)],
     "moe": [types.SimpleNamespace(Config=dm.MoEConfig)],
 }
 FIELDS = {  # what `--set` and `--sweep` take, without a leading "model."

@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 
 import depthmix as dm
 from depthmix.cli import main
-from depthmix.models.names import FORMATS
-from depthmix.training import Interrupted, load_run, loop, train
+from depthmix.training import Interrupted, TrainConfig, load_run, loop, override, train
 from tests.decoders import tiny
 from tests.models.test_names import STACKS
 from tests.models.test_stack_files import assert_same, random_stack
-from tests.runs import tiny_run
+from tests.runs import SMALL, tiny_run
 
 
 def convert(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]:
@@ -34,7 +33,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return captured.err
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", STACKS)
 def test_a_stack_goes_there_and_back(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mechanism, options = STACKS[name]
     stack = random_stack(mechanism, **options)
@@ -152,3 +151,59 @@ def test_what_load_model_refuses_names_a_command_that_works(tmp_path: Path, caps
         dm.load_model(tmp_path / "theirs")
     convert(capsys, tmp_path / "theirs", tmp_path / "ours", "--from", "fla")
     assert_same(dm.load_stack(tmp_path / "ours"), dm.load_stack(tmp_path / "stack"))
+
+
+# A whole model
+
+
+def kimi(mixer: str = "residual") -> dm.Decoder:
+    config = dm.DecoderConfig.from_depth(8, backbone="kimi_linear", dim=16, heads=2, hidden=24, mixer=mixer)
+    return dm.Decoder(config)
+
+
+def test_a_whole_model_goes_there_in_shards_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = kimi()
+    dm.save_model(model, tmp_path / "model")
+    words = ("convert", tmp_path / "model", tmp_path / "theirs", "--to", "kimi_linear", "--shard-size", "20KB")
+    assert main([*map(str, words)]) == 0
+    captured = capsys.readouterr()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    out, err = (" ".join(text.split()) for text in captured)
+    assert f"residual, D = 16, 8 sublayers: 151 tensors of kimi_linear written, {parameters:,} parameters" in out
+    assert f"written to {tmp_path / 'theirs'}: model-00001-of-" in err
+    back = convert(capsys, tmp_path / "theirs", tmp_path / "back", "--from", "kimi_linear")
+    assert (back["tensors"], back["parameters"], back["mechanism"]) == (151, parameters, "residual")
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "model" / file).read_bytes()
+
+
+def test_a_run_of_a_whole_model_is_a_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, sizes = tmp_path / "run", kimi().config.to_dict()
+    tiny_run(run, "residual")  # its texts
+    config = TrainConfig.from_dial(8, "residual", backbone="kimi_linear", folder=str(run), dim=16, heads=2, hidden=24)
+    changes = {**SMALL, "run.steps": 2, "data.source": str(tmp_path / "text"), "data.folder": str(tmp_path / "tokens")}
+    for key, value in {**changes, "data.validation": 0.2}.items():
+        config = override(config, key, value)
+    train(config)
+    convert(capsys, run, tmp_path / "theirs", "--to", "kimi_linear")
+    convert(capsys, tmp_path / "theirs", tmp_path / "back", "--from", "kimi_linear")
+    back, final = dm.load_model(tmp_path / "back"), dm.load_model(run / "final")
+    assert back.config.attention == tuple(sizes["attention"])
+    assert all(torch.equal(tensor, final.state_dict()[name]) for name, tensor in back.state_dict().items())
+
+
+def test_shards_are_for_whole_models_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dm.save_model(kimi("block_attnres"), tmp_path / "model")
+    new = tmp_path / "new"
+    for words in (("--to", "kimi_k3"), ("--from", "kimi_linear")):
+        message = refusal(capsys, tmp_path / "model", new, *words, "--shard-size", "1GB")
+        assert "--shard-size 1GB without --to kimi_linear" in message
+    assert "shard size 'many'; expected" in refusal(
+        capsys, tmp_path / "model", new, "--to", "kimi_linear", "--shard-size", "many"
+    )
+    message = refusal(capsys, tmp_path / "model", new, "--to", "kimi_linear")
+    assert "mixer='block_attnres' cannot be written as kimi_linear" in message
+    assert "--to kimi_k3" in message
+    dm.save_stack(random_stack("attnres"), tmp_path / "stack")
+    assert "of which kimi_linear has nothing" in refusal(capsys, tmp_path / "stack", new, "--to", "kimi_linear")
+    assert not new.exists()

@@ -79,6 +79,7 @@ def resolved_recipes() -> dict[str, Any]:
 def resolved_dial() -> dict[str, Any]:
     """All that one number decides."""
     found = {f"depth {depth}": TrainConfig.from_dial(depth).saved() for depth in DEPTHS}
+    found["depth 12, kimi_linear"] = TrainConfig.from_dial(12, backbone="kimi_linear").saved()
     found["depth 12, attnres+depth_attention, bpe:4096"] = TrainConfig.from_dial(
         12, "attnres+depth_attention", tokenizer="bpe:4096", tokens=5e6
     ).saved()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,6 +200,31 @@ def test_traces_cuts_and_surveys_take_the_model() -> None:
         assert surveys[0].figures[name] == surveys[1].figures[name], name
     assert surveys[0].figures["magnitudes"]["gradient_norm"]
     assert model.decoder.checkpoint_every == 2
+
+
+@torch.no_grad()
+def test_kda_and_mla_run_without_a_cache_of_transformers_which_is_refused() -> None:
+    model = wrapped("kimi").eval()
+    tokens, valid = left_padded(PROMPTS)
+    assert torch.equal(model(tokens).logits, model.decoder(tokens))
+    padded = model(tokens, attention_mask=valid).logits
+    torch.testing.assert_close(padded[valid.bool()], model.decoder(tokens, valid=valid)[valid.bool()])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    packed = model.decoder(tokens, documents=torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 3))
+    torch.testing.assert_close(model(tokens, position_ids=positions).logits, packed)
+    text = model.generate(tokens, attention_mask=valid, use_cache=False, **GREEDY)
+    assert text[:, tokens.shape[1] :].tolist() == dm.generate(model.decoder, PROMPTS, max_new_tokens=6)
+    with pytest.raises(ValueError, match="a cache of transformers with attention 'kda' and 'mla'; expected use_cache"):
+        model.generate(tokens, **GREEDY)
+    with pytest.raises(ValueError, match=r"attention_mask of shape \[3, 1, 7, 7\] with attention 'kda'"):
+        model(tokens, attention_mask=torch.ones(3, 1, 7, 7, dtype=torch.bool))
+
+
+def test_decays_stay_float32_in_a_narrow_model(tmp_path: Path) -> None:
+    wrapped("kimi", torch.float32).save_pretrained(tmp_path)
+    decoder = DepthmixForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).decoder
+    kda = decoder.sublayers[0]
+    assert (kda.A_log.dtype, kda.dt_bias.dtype, kda.q_conv.dtype) == (torch.float32, torch.float32, torch.bfloat16)
 
 
 def test_attention_weights_and_other_attentions_are_refused() -> None:

@@ -20,6 +20,7 @@ from tests.cases import EVERY_MECHANISM
 from tests.decoders import some_tokens, tiny
 
 TOKENS = 24
+MLA = {"rank": 24, "nope": 8, "shared": 4, "value": 8}
 
 
 def limit_for(model: Decoder, chunk: int, tokens: int = TOKENS, batch: int = 1) -> int:
@@ -58,6 +59,21 @@ def test_chunks_give_the_logits_of_the_whole_prompt_with_values_mixed_too(kv: st
     model = tiny(form, mixer="attnres", kv_mixer=kv)
     for chunk in (1, TOKENS - 1):
         assert_equal_logits(model, chunk)
+
+
+@pytest.mark.parametrize("kind", ["kda", "mla"])
+@torch.no_grad()
+def test_a_chunk_keeps_to_its_limit_with_states_and_latents(kind: str) -> None:
+    attention = {"attention": kind, kind: {"kda": {"heads": 4, "head_dim": 16}, "mla": MLA}[kind]}
+    model = tiny(layers=2, dim=64, dtype=torch.float32, **attention)
+    tokens = some_tokens(1, 1024)
+    limit = tokens.shape[1] * bytes_per_token(model) // 2
+    chunk = prefill_chunk(model, tokens.shape[1], limit)
+    assert 1 < chunk < tokens.shape[1] / 2
+    cache = PreallocatedCache(model.config, 1, tokens.shape[1])
+    with LiveBytes() as live:
+        prefill(model, tokens, None, cache, chunk)
+    assert 0.4 * limit < live.peak <= limit
 
 
 @EVERY_MECHANISM

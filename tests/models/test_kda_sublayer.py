@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from depthmix import ops
-from depthmix.models.kda import KDA, KDAConfig, KDAState
+from depthmix.models.kda import KDA, KDAState
+from depthmix.models.kinds import KDAConfig
 from tests.reference import kda as reference
 
 
@@ -41,7 +42,7 @@ def gap(a: Tensor, b: Tensor) -> float:
 def test_the_sublayer_is_its_equations_with_gradients_of_every_parameter(tokens: int, options: dict[str, Any]) -> None:
     sublayer, h = make(**options), torch.randn(2, tokens, 6, dtype=torch.float64, requires_grad=True)
     leaves = [h, *sublayer.parameters()]
-    ours, theirs = sublayer(h)[0], expected(sublayer, h)
+    ours, theirs = sublayer.scan(h)[0], expected(sublayer, h)
     assert gap(ours, theirs) <= 1e-12
     direction = torch.randn_like(ours)
     for a, b in zip(*(torch.autograd.grad(y, leaves, direction) for y in (ours, theirs)), strict=True):
@@ -55,16 +56,16 @@ def test_documents_and_padding_are_each_sequence_alone() -> None:
     documents = torch.tensor([0] * 15 + [1] * 25).expand(3, -1)
     for given in ({}, {"documents": documents}):
         order = ops.ValidFirst.of(valid)
-        ours = sublayer(h, order=order, **given)[0] * valid.unsqueeze(-1)
+        ours = sublayer.scan(h, order=order, **given)[0] * valid.unsqueeze(-1)
         assert gap(ours, expected(sublayer, h, valid=valid, **given)) <= 1e-12
 
 
 def test_pieces_and_single_tokens_that_hand_on_the_state_are_the_whole() -> None:
     sublayer, h = make(), torch.randn(2, 90, 6, dtype=torch.float64)
-    want, end = sublayer(h)
+    want, end = sublayer.scan(h)
     state, pieces, start = None, [], 0
     for length in (37, 33, *[1] * 20):
-        y, state = sublayer(h[:, start : start + length], state)
+        y, state = sublayer.scan(h[:, start : start + length], state)
         pieces.append(y)
         start += length
     assert gap(torch.cat(pieces, 1), want) <= 1e-12
@@ -80,11 +81,11 @@ def test_the_state_after_padding_is_that_of_the_valid_tokens() -> None:
     valid[0, 0, 25:] = valid[0, 1, :] = valid[1, 0, :2] = valid[1, 1, 10:14] = False
     state = None
     for piece, mask in zip(h, valid, strict=True):
-        _, state = sublayer(piece, state, order=ops.ValidFirst.of(mask))
+        _, state = sublayer.scan(piece, state, order=ops.ValidFirst.of(mask))
     assert isinstance(state, KDAState)
     for row in range(2):
         joined = torch.cat([piece[row, mask[row]] for piece, mask in zip(h, valid, strict=True)])
-        for a, b in zip(state, sublayer(joined[None])[1], strict=True):
+        for a, b in zip(state, sublayer.scan(joined[None])[1], strict=True):
             assert gap(a[row : row + 1], b) <= 1e-12
 
 
@@ -113,26 +114,39 @@ def test_decays_stay_float32_in_a_narrow_model_and_follow_a_wide_one() -> None:
     assert sublayer.q_conv.dtype == torch.bfloat16
     assert sublayer.A_log.dtype == torch.float32
     assert torch.equal(sublayer.dt_bias, start)  # without a round trip through bfloat16
-    y, state = sublayer(torch.randn(2, 30, 6).bfloat16())
+    y, state = sublayer.scan(torch.randn(2, 30, 6).bfloat16())
     assert (y.dtype, state.memory.dtype, state.history.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
     assert sublayer.double().A_log.dtype == torch.float64
 
 
 def test_a_narrow_sublayer_is_close_to_the_wide_one() -> None:
     sublayer, h = KDA(32, KDAConfig(heads=2, head_dim=16), norm_eps=1e-5), torch.randn(2, 100, 32)
-    want, _ = sublayer(h)
+    want, _ = sublayer.scan(h)
     with torch.autocast("cpu", torch.bfloat16):
-        cast, _ = sublayer(h)
-    narrow, _ = sublayer.bfloat16()(h.bfloat16())
+        cast, _ = sublayer.scan(h)
+    narrow, _ = sublayer.bfloat16().scan(h.bfloat16())
     for y in (cast, narrow):
         assert gap(y, want) <= 0.05 * float(want.detach().abs().max())
 
 
-@pytest.mark.parametrize("tokens", [pytest.param(3, marks=pytest.mark.full), 40])
-def test_a_compiled_sublayer_is_the_eager_one(tokens: int) -> None:
-    sublayer, h = make(), torch.randn(2, tokens, 6, dtype=torch.float64)
-    compiled = torch.compile(sublayer, fullgraph=True, backend="aot_eager")
-    assert gap(compiled(h)[0], sublayer(h)[0]) <= 1e-12
+@pytest.mark.parametrize(
+    ("tokens", "options"),
+    [
+        (40, {}),
+        pytest.param(3, {}, marks=pytest.mark.full),
+        pytest.param(40, {"bound": -5.0}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_a_compiled_sublayer_is_the_eager_one_with_its_gradients(tokens: int, options: dict[str, Any]) -> None:
+    sublayer, h = make(**options), torch.randn(2, tokens, 6, dtype=torch.float64, requires_grad=True)
+    leaves = [h, *sublayer.parameters()]
+    compiled = torch.compile(sublayer.scan, fullgraph=True, backend="aot_eager")
+    ours, theirs = (scan(h)[0] for scan in (compiled, sublayer.scan))
+    assert gap(ours, theirs) <= 1e-12
+    direction = torch.randn_like(theirs)
+    for a, b in zip(*(torch.autograd.grad(y, leaves, direction) for y in (ours, theirs)), strict=True):
+        assert gap(a, b) <= 1e-12
 
 
 @pytest.mark.parametrize(

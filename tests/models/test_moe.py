@@ -12,8 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from depthmix.models.config import DecoderConfig, MoEConfig
 from depthmix.models.context import Context
+from depthmix.models.counting import count_parameters
 from depthmix.models.decoder import Decoder
+from depthmix.models.mlp import MLP
 from depthmix.models.moe import MixtureOfExperts, update_balance
+from depthmix.training import TrainConfig
+from depthmix.training.identity import digest_of
+from tests.reference import decoder as reference_decoder
 
 DIM, EXPERTS, ACTIVE, HIDDEN = 8, 6, 2, 5
 FORMS: tuple[dict[str, Any], ...] = (
@@ -23,6 +28,7 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"scoring": "sigmoid", "shared": 0, "active": 1},
     {"scoring": "softmax", "shared": 1, "balance": "loss", "balance_rate": 0.5},
     {"scoring": "sigmoid", "shared": 1, "balance": "none"},
+    {"scoring": "sigmoid", "shared": 1, "scale": 2.446},
 )
 
 
@@ -67,7 +73,8 @@ def one_token(layer: MixtureOfExperts, h: Tensor) -> tuple[Tensor, list[int]]:
     total = sum(scores[e] for e in chosen)
     y = torch.zeros_like(h)
     for e in chosen:
-        y = y + scores[e] / total * swiglu(x, layer.gate_proj[e], layer.up_proj[e], layer.down_proj[e])
+        weight = layer.config.scale * scores[e] / total
+        y = y + weight * swiglu(x, layer.gate_proj[e], layer.up_proj[e], layer.down_proj[e])
     if layer.shared is not None:
         shared = layer.shared
         y = y + swiglu(x, shared.gate_proj.weight, shared.up_proj.weight, shared.down_proj.weight)
@@ -94,6 +101,47 @@ def test_the_router_learns_from_the_output() -> None:
     run(layer, torch.randn(3, 4, DIM, dtype=torch.float64)).square().sum().backward()
     assert layer.router.weight.grad is not None
     assert layer.router.weight.grad.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_the_first_layers_are_dense_and_the_others_scale_their_experts(scoring: str) -> None:
+    moe = {"experts": EXPERTS, "active": ACTIVE, "hidden": HIDDEN, "scoring": scoring, "scale": 2.5, "dense_layers": 1}
+    config = DecoderConfig(vocab_size=20, dim=DIM, layers=3, heads=2, hidden=11, moe=moe)  # type: ignore[arg-type]
+    model = Decoder(config).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    for layer in model.modules():
+        if isinstance(layer, MixtureOfExperts):
+            nn.init.normal_(layer.balance_bias, std=0.2)
+    assert [type(model.sublayers[i]) for i in (1, 3, 5)] == [MLP, MixtureOfExperts, MixtureOfExperts]
+    tokens = torch.randint(20, (2, 5))
+    given = {"order": range(3), "theta": 1e4, "moe": {"active": ACTIVE, "scale": 2.5, "scoring": scoring}}
+    expected = reference_decoder.logits(tokens, {**model.state_dict()}, **given)
+    assert torch.allclose(model(tokens), expected, rtol=0, atol=1e-11)
+    given["moe"] = {**given["moe"], "scale": 1.0}
+    assert (model(tokens) - reference_decoder.logits(tokens, {**model.state_dict()}, **given)).abs().max() > 1e-3
+    counts = count_parameters(config)
+    assert counts.total - counts.active == 2 * (EXPERTS - ACTIVE) * 3 * DIM * HIDDEN, "layer 0 has no idle expert"
+
+
+def test_the_shared_experts_are_not_scaled() -> None:
+    layer, h = make(scale=3.0), torch.randn(2, 3, DIM, dtype=torch.float64)
+    shared = layer.shared(layer.norm(h))
+    plain = MixtureOfExperts(make_config()).double()
+    plain.load_state_dict(layer.state_dict())
+    assert torch.allclose(run(layer, h) - shared, 3 * (run(plain, h) - shared), rtol=0, atol=1e-12)
+
+
+def test_the_fields_added_after_the_first_version_leave_the_digest_of_a_run_as_it_was() -> None:
+    moe = {"experts": 4, "active": 2, "hidden": 8}
+    plain, scaled, dense = (
+        TrainConfig.from_dial(4, moe={**moe, **more}) for more in ({}, {"scale": 2.0}, {"dense_layers": 1})
+    )
+    fields = {**plain.to_dict(), "model": plain.model.fingerprint()}
+    for name in ("scale", "dense_layers"):
+        del fields["model"]["moe"][name]
+    assert plain.digest == digest_of(fields)
+    assert len({plain.digest, scaled.digest, dense.digest}) == 3
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -381,6 +429,10 @@ def test_a_compiled_checkpoint_counts_once() -> None:
         ({"scoring": "tanh"}, "scoring='tanh'"),
         ({"balance": "prayer"}, "balance='prayer'"),
         ({"balance_rate": -1.0}, "moe.balance_rate=-1.0"),
+        ({"scale": 0.0}, r"moe.scale=0.0; expected a number above 0"),
+        ({"scale": -2.0}, r"moe.scale=-2.0"),
+        ({"dense_layers": -1}, "moe.dense_layers=-1; expected"),
+        ({"dense_layers": 2}, "moe.dense_layers=2; expected 0 to 1. The decoder has 2 layers"),
     ],
 )
 def test_a_wrong_option_is_named(options: dict[str, Any], words: str) -> None:

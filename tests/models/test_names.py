@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import depthmix as dm
-from depthmix.models.names import FORMATS, checkpoint, find_format, read_checkpoint, save_converted, write_checkpoint
+from depthmix.models.names import checkpoint, find_format, read_checkpoint, save_converted, write_checkpoint
 from tests.models.test_stack_files import assert_same, random_stack
 from tests.runs import CHILD
 
@@ -30,7 +30,7 @@ STACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "fla": ("attnres", {"eps": 1e-5}),
     "deepseek_v4": ("mhc", {"readout": "learned", "eps": 1e-6, "norm_eps": 1e-5, "iterations": 3, "streams": 3}),
 }
-EVERY_FORMAT = pytest.mark.parametrize("name", FORMATS)
+EVERY_FORMAT = pytest.mark.parametrize("name", STACKS)
 
 
 def stack_for(name: str, **changes: Any) -> Any:
@@ -182,11 +182,11 @@ def test_a_single_block_is_read_whatever_lies_beyond_the_last_layer(tmp_path: Pa
 
 
 def test_every_format_comes_back_bit_for_bit_in_a_new_process(tmp_path: Path) -> None:
-    stacks = {name: written(name, tmp_path / name, dtype=torch.bfloat16) for name in FORMATS}
+    stacks = {name: written(name, tmp_path / name, dtype=torch.bfloat16) for name in STACKS}
     code = (
         "import depthmix as dm\n"
         "from depthmix.models.names import read_checkpoint, save_converted, write_checkpoint\n"
-        f"for name in {list(FORMATS)}:\n"
+        f"for name in {list(STACKS)}:\n"
         "    save_converted(read_checkpoint(name, name), f'{name}-read')\n"
         "    write_checkpoint(dm.load_stack(f'{name}-read'), f'{name}-again', name)"
     )

@@ -25,14 +25,16 @@ DEPTH_ATTENTION = {
     "depth-attention-1.5b": (1536, 4096, 48, 24, 6, 24),
     "depth-attention-3b": (2048, 6912, 48, 32, 8, 24),
 }
-# name: active parameters in millions, layers and heads, width, width of an expert (AttnRes, Table 2)
+# name: active parameters in millions, layers and heads, width, width of an expert (AttnRes, Table 2); the decoders with
+# grouped-query attention. Those on the paper's own backbone: test_kimi_presets.py
 ATTNRES = {
-    "attnres-194m": (194, 12, 896, 400),
-    "attnres-241m": (241, 13, 960, 432),
-    "attnres-296m": (296, 14, 1024, 464),
-    "attnres-436m": (436, 16, 1168, 528),
-    "attnres-528m": (528, 17, 1264, 560),
+    "attnres-194m-gqa": (194, 12, 896, 400),
+    "attnres-241m-gqa": (241, 13, 960, 432),
+    "attnres-296m-gqa": (296, 14, 1024, 464),
+    "attnres-436m-gqa": (436, 16, 1168, 528),
+    "attnres-528m-gqa": (528, 17, 1264, 560),
 }
+KIMI_LINEAR = {*(name.removesuffix("-gqa") for name in ATTNRES), "kimi-linear-48b", "kimi-linear-tiny"}
 
 
 @functools.cache
@@ -41,7 +43,7 @@ def counts_of(name: str) -> Counts:
 
 
 def test_the_names_are_those_of_the_papers() -> None:
-    assert set(PRESETS) == set(DEPTH_ATTENTION) | set(ATTNRES) | {"depth-attention-500m-x3"}
+    assert set(PRESETS) == set(DEPTH_ATTENTION) | set(ATTNRES) | KIMI_LINEAR | {"depth-attention-500m-x3"}
 
 
 def test_the_looped_preset_runs_all_layers_of_the_500m_three_times() -> None:
@@ -153,9 +155,9 @@ def test_fewer_key_value_heads_would_not_fit_the_table(name: str) -> None:
 
 
 def test_fields_can_be_set_anew() -> None:
-    config = preset("attnres-194m", layers=2, mixer="residual", vocab_size=50)
+    config = preset("attnres-194m-gqa", layers=2, mixer="residual", vocab_size=50)
     assert (config.layers, config.mixer.name, config.vocab_size, config.dim) == (2, "residual", 50, 896)
-    dense = count_parameters(preset("attnres-194m", moe=None))
+    dense = count_parameters(preset("attnres-194m-gqa", moe=None))
     assert dense.active_without_embeddings == attnres_active(12, 896, 400, 12) - 12 * 64 * 896, "all but the router"
 
 
@@ -196,9 +198,9 @@ def test_an_unknown_name_is_answered_with_the_nearest() -> None:
 
 
 def test_show_prints_configuration_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "--preset", "attnres-194m"]) == 0
+    assert main(["show", "--preset", "attnres-194m-gqa"]) == 0
     out = capsys.readouterr().out
-    for word in ("attnres-194m", "block_attnres", "experts=64", "182,938,496", "1,199,074,176"):
+    for word in ("attnres-194m-gqa", "block_attnres", "experts=64", "182,938,496", "1,199,074,176"):
         assert word in out
 
 

@@ -62,6 +62,7 @@ def compare(case: dict[str, Any]) -> dict[str, Any]:
     answers = []
     for options in OPTIONS:
         plain = {key: value for key, value in options.items() if key != "prefill_memory"}
+        options = {**options, "prefill_memory": case["memory"]} if "memory" in case and plain != options else options
         one, many = (
             dm.generate(model, PROMPTS, max_new_tokens=9, **given)
             for model, given in ((alone, plain), (together, options))

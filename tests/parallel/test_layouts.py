@@ -16,7 +16,7 @@ from depthmix import cli
 from depthmix.mechanisms import kv_mechanism
 from depthmix.parallel.config import ParallelConfig
 from depthmix.parallel.layout import make_layout
-from tests.decoders import tiny_config
+from tests.decoders import KIMI, tiny_config
 from tests.parallel.test_pipeline import refuse_mistakes, run_cases
 
 FSDP, TP = {"fsdp": 2}, {"tp": 2}
@@ -60,7 +60,8 @@ def mistakes(case: dict[str, Any], results: list[dict[str, Any]]) -> list[str]:
         found.append("whole_state before the first step is not the one of one process")
     difference, name = max(result["gradient"] for result in results)
     if case["bfloat16"]:
-        if (angle := min(result["cosine"] for result in results)) < 0.99:
+        least = 0.95 if "kda" in case["config"].get("attention", ()) else 0.99  # rounding adds up in a state
+        if (angle := min(result["cosine"] for result in results)) < least:
             found.append(f"cosine of gradients {angle}")
         if (off := max(value for result in results for value in result["losses"][:1])) > 0.02:
             found.append(f"loss differs by {off:.1e}")
@@ -105,9 +106,11 @@ SINGLE = {"dtype": "float32", "steps": 1}
 BOTH = ("block_attnres", "mhc")  # with HSDP
 LOOP = {"first": 1, "last": 2, "repeats": 3}
 AUXILIARY = {"experts": 4, "active": 2, "shared": 1, "hidden": 16, "balance": "loss", "balance_rate": 0.5}
+SCALED = {"experts": 4, "active": 2, "shared": 1, "hidden": 16, "scale": 2.5, "dense_layers": 1}
 SOME = (
     {"form": "moe"},
     {"config": {"moe": AUXILIARY}},
+    {"form": "moe", "config": {"moe": SCALED}},
     {"config": {"tie_embeddings": True}},
     {"form": "moe", "config": {"loop": LOOP}},
     {"config": {"loop": LOOP | {"share_mixers": True}}},
@@ -132,7 +135,8 @@ def some(*layouts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_every_mechanism_takes_the_step_of_one_process_on_two_ranks(tmp_path: Path) -> None:
-    check(every((FSDP, TP, CACHED), **ONE), 2, tmp_path)
+    attention = [case("block_attnres", layout, config=KIMI, tokens=20, **ONE) for layout in (FSDP, CACHED)]
+    check([*every((FSDP, TP, CACHED), **ONE), *attention], 2, tmp_path)
 
 
 @pytest.mark.full
@@ -154,6 +158,20 @@ def test_every_mechanism_on_four_ranks(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_every_mechanism_on_four_ranks_in_single_precision(tmp_path: Path) -> None:
     check([*every(FOUR, **SINGLE), *(case(name, HSDP, **SINGLE) for name in BOTH)], 4, tmp_path, 1800)
+
+
+@pytest.mark.full
+def test_the_attention_of_kimi_linear_on_two_ranks(tmp_path: Path) -> None:
+    looped = KIMI | {"loop": LOOP}
+    changes: list[dict[str, Any]] = [{"optimizer": "muon"}, {"recompute": 3}, {"config": looped}, {"form": "moe"}]
+    schedules = [CACHED | {"schedule": "InterleavedZeroBubble"}, CACHED | {"divide": "flops"}]
+    cases = [
+        case("attnres", layout, **{"config": KIMI, "tokens": 20} | change)
+        for change in changes
+        for layout in TWO
+        if layout is not TP
+    ]
+    check([*cases, *(case("mhc", layout, config=KIMI, tokens=20) for layout in schedules)], 2, tmp_path, 1800)
 
 
 @pytest.mark.full
@@ -181,7 +199,8 @@ def check_mixtures(cases: list[dict[str, Any]], results: list[list[dict[str, Any
 def test_bfloat16_is_near_single_precision(tmp_path: Path) -> None:
     half = {"bfloat16": True, "dtype": "float32", "steps": 1, "evaluate": []}
     names = ("residual", "block_attnres", "mhc")
-    check([case(name, layout, **half) for name in names for layout in TWO], 2, tmp_path)
+    cases = [case(name, layout, **half) for name in names for layout in TWO]
+    check([*cases, *(case("block_attnres", layout, config=KIMI, **half) for layout in (FSDP, NAIVE))], 2, tmp_path)
 
 
 @pytest.mark.full
@@ -218,6 +237,10 @@ ERRORS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], tuple[st
     "expert width": (
         {"tp": 2}, {"moe": {"experts": 4, "active": 2, "hidden": 15}}, {"processes": 2},
         ("parallel.tp=2", "model.moe.hidden=15", "divides it", ": 1"),
+    ),
+    "width of the dense layers before experts": (
+        {"tp": 2}, {"hidden": 41, "moe": {"experts": 4, "active": 2, "hidden": 16, "dense_layers": 1}},
+        {"processes": 2}, ("parallel.tp=2", "model.hidden=41", "divides it", ": 1"),
     ),
     "processes": ({"tp": 2}, {}, {"processes": 3}, ("tp=2", "on 3 processes", "expected 2 or a multiple", "torchrun")),
     "all processes": (

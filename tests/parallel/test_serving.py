@@ -11,6 +11,7 @@ import pytest
 import depthmix as dm
 from depthmix.cli import main
 from depthmix.parallel.serving import serving_layout
+from tests.decoders import KIMI, tiny_config
 from tests.parallel.test_pipeline import run_cases, run_ranks
 from tests.runs import tiny_run
 
@@ -23,6 +24,8 @@ MODELS: list[dict[str, Any]] = [
     {"mixer": "block_attnres", "loop": {"first": 1, "last": 2, "repeats": 3}},
 ]
 
+HYBRID = {**KIMI, "attention": ("kda", "mla", "gqa", "kda")}  # without tensor parallelism
+
 
 def check_equal(cases: list[dict[str, Any]], ranks: int, folder: Path) -> None:
     for of_rank in run_cases(cases, ranks, folder, 600, WORKER):
@@ -34,7 +37,8 @@ def check_equal(cases: list[dict[str, Any]], ranks: int, folder: Path) -> None:
 
 def test_two_processes_generate_and_score_as_one_does(tmp_path: Path) -> None:
     layouts = ({"tp": 2}, {"pp": 2})
-    check_equal([{"model": model, "layout": layout} for model in MODELS for layout in layouts], 2, tmp_path)
+    cases = [{"model": model, "layout": layout} for model in MODELS for layout in layouts]
+    check_equal([*cases, {"model": HYBRID, "layout": {"pp": 2}, "memory": "48KB"}], 2, tmp_path)
 
 
 @pytest.mark.full
@@ -98,3 +102,5 @@ def test_layouts_that_cannot_serve_are_refused_with_what_would_work() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             serving_layout(config, **given)
+    with pytest.raises(ValueError, match=r"parallel.tp=2 with model.attention 'kda' and 'mla'; expected tp=1"):
+        serving_layout(tiny_config(**KIMI), processes=2, tp=2)

@@ -1,10 +1,11 @@
-"""A dense decoder in plain loops, with the values mixed over depth.
+"""A decoder in plain loops, dense or with experts, with the values mixed over depth.
 
 Axes: B batch, T tokens, D width, Q query heads, K key-value heads, g = Q/K, d channels a head, N executions of layers.
 `order` names the layer that each execution runs. Parameters by name, with l the layer and n the execution:
 embed.weight, sublayers.{2l}.{norm,q_proj,k_proj,v_proj,o_proj,q_norm,k_norm}.weight,
 sublayers.{2l+1}.{norm,gate_proj,up_proj,down_proj}.weight, norm.weight, head.weight (absent: that of the embedding),
-kv_mixers.{n}.{own,first} for value_residual.
+kv_mixers.{n}.{own,first} for value_residual. A layer with experts has sublayers.{2l+1}.{router,shared.gate_proj,
+shared.up_proj,shared.down_proj}.weight and {gate_proj,up_proj,down_proj} [E, ...], and balance_bias [E] among `params`.
 
     norm(x; w) = w x / sqrt(mean(x^2) + eps)
     q, k       = rope(norm(W_q x; w_q)), rope(norm(W_k x; w_k))      per head;  key_norm="after": norm(rope(W_k x); w_k)
@@ -12,6 +13,8 @@ kv_mixers.{n}.{own,first} for value_residual.
     u          = the values W_v x, mixed over depth
     o_i[t]     = sum_{s <= t} softmax_s(<q_i[t], k_h[s]> / sqrt(d)) u_h[s],   h = floor(i/g)
     x          = x + W_o o(norm(x));  x = x + W_down(silu(W_gate y) W_up y),  y = norm(x)
+    experts    : p = sigmoid(W_r y) or softmax(W_r y);  C = the `active` experts of largest p + bias;
+                 x = x + (scale / sum_{e in C} p_e) sum_{e in C} p_e expert_e(y) + shared(y)
 """
 
 import math
@@ -73,6 +76,36 @@ def attend(q: torch.Tensor, k: torch.Tensor, u: torch.Tensor) -> list[torch.Tens
     return out
 
 
+def swiglu(z: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    a = gate @ z
+    return down @ (a * torch.sigmoid(a) * (up @ z))
+
+
+def mlp(z: torch.Tensor, params: dict[str, torch.Tensor], place: str) -> torch.Tensor:
+    return swiglu(z, *(params[f"{place}.{name}.weight"] for name in ("gate_proj", "up_proj", "down_proj")))
+
+
+def experts(
+    z: torch.Tensor, params: dict[str, torch.Tensor], place: str, *, active: int, scale: float, scoring: str
+) -> torch.Tensor:
+    """What the experts of a layer make of one normed token z [D]."""
+    logits = params[f"{place}.router.weight"] @ z
+    if scoring == "sigmoid":
+        p = [1 / (1 + torch.exp(-logit)) for logit in logits]
+    else:
+        p = [torch.exp(logit) / torch.exp(logits).sum() for logit in logits]
+    ranking = [p[e].item() for e in range(len(p))]
+    if f"{place}.balance_bias" in params:
+        ranking = [p[e].item() + params[f"{place}.balance_bias"][e].item() for e in range(len(p))]
+    best = sorted(range(len(p)), key=ranking.__getitem__)[-active:]
+    total = sum(p[e] for e in best)
+    y = torch.zeros_like(z)
+    for e in best:
+        weights = (params[f"{place}.{name}"][e] for name in ("gate_proj", "up_proj", "down_proj"))
+        y = y + scale * p[e] / total * swiglu(z, *weights)
+    return y + mlp(z, params, f"{place}.shared") if f"{place}.shared.up_proj.weight" in params else y
+
+
 def run(
     tokens: torch.Tensor,
     params: dict[str, torch.Tensor],
@@ -83,6 +116,7 @@ def run(
     key_norm: str = "before",
     kv_mixer: str | None = None,
     kv_options: dict | None = None,
+    moe: dict | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Logits [B, T, vocabulary] of tokens [B, T]; and of each execution q, k, raw v and mixed u, [B, heads, T, d]."""
     options = dict(kv_options or {})
@@ -121,8 +155,8 @@ def run(
         for b in range(B):
             for t in range(T):
                 z = norm(x[b][t], params[f"{place}.norm.weight"], eps)
-                gate, up = params[f"{place}.gate_proj.weight"] @ z, params[f"{place}.up_proj.weight"] @ z
-                x[b][t] = x[b][t] + params[f"{place}.down_proj.weight"] @ (gate * torch.sigmoid(gate) * up)
+                y = experts(z, params, place, **moe) if f"{place}.router.weight" in params else mlp(z, params, place)
+                x[b][t] = x[b][t] + y
 
     head = params.get("head.weight", params["embed.weight"])
     logits = torch.stack([torch.stack([head @ norm(x_t, params["norm.weight"], eps) for x_t in row]) for row in x])

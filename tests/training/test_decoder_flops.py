@@ -12,6 +12,7 @@ import pytest
 
 import depthmix as dm
 from depthmix.cli import main
+from depthmix.models.counting import count_multiplied, execution_flops
 from depthmix.training import flops_per_token, train
 from tests.runs import lines, tiny_run
 
@@ -68,6 +69,48 @@ def test_depth_attention_costs_under_a_ten_thousandth_in_the_larger_presets_only
     assert mixed == (57 if layers == 24 else 117)
     pooled = (layers - 1) * heads * 64 * (heads != kv)
     assert forward(config, 2048) - forward(plain, 2048) == mixed * kv * (4 * 64 + 1 + 4) + pooled
+
+
+def kimi_linear(**fields: Any) -> dm.DecoderConfig:
+    """Six layers: KDA, KDA, KDA, MLA, KDA, MLA."""
+    return dm.DecoderConfig.from_depth(12, backbone="kimi_linear", dim=64, heads=2, hidden=32, **fields)
+
+
+def test_kda_costs_the_same_per_token_for_rows_of_any_length_and_latent_attention_grows_with_them() -> None:
+    """Heads of 32: keys of MLA are 32 + 16 wide and its values 32; chunks of KDA have 64 tokens."""
+    config = kimi_linear()
+    assert config.attention_kinds == ("kda", "kda", "kda", "mla", "kda", "mla")
+    for row in (1, 64, 1000):
+        core = 4 * 2 * (6 * 32 * 32 + 8 * 64 * 32) + 2 * 2 * (48 + 32) * (row + 1)
+        assert forward(config, row) == 2 * count_multiplied(config) + core + 12 * 64, "the residual adds 12 times"
+    long, longer = (forward(config, row) for row in (4096, 8192))
+    assert longer - long == 2 * 2 * (48 + 32) * 4096
+
+
+def test_the_first_layer_multiplies_a_token_with_its_dense_mlp_and_the_others_with_the_chosen_experts() -> None:
+    config = kimi_linear()
+    dense = dataclasses.replace(config, moe=None)
+    expert, router = 3 * 64 * 8, 8 * 64
+    assert config.moe is not None
+    assert config.moe.hidden == 8
+    saved = 2 * 5 * (3 * 64 * 32 - 3 * expert - router)  # 2 of 8 experts and a shared one
+    assert forward(dense, 64) - forward(config, 64) == saved
+
+
+def test_executions_of_every_kind_add_up_to_the_forward_pass() -> None:
+    for config in (kimi_linear(), kimi_linear(mixer="attnres", loop={"first": 1, "last": 4, "repeats": 2})):
+        each = execution_flops(config, 512)
+        assert sum(each) == forward(config, 512)
+        assert len(each) == config.depth + 1
+    plain = execution_flops(kimi_linear(), 100_000)
+    assert plain[6] > 3 * max(plain[0], plain[2], plain[4]), "MLA over a long row, beside KDA"
+
+
+def test_stages_of_equal_cost_have_fewer_layers_where_latent_attention_is() -> None:
+    config = kimi_linear()
+    (_, first), *_ = dm.segment_bounds(config, 2, by="flops", tokens_per_row=100_000)
+    assert first == 7, "layers 0 to 2 and the MLA of layer 3: the other MLA is in the second half"
+    assert dm.segment_bounds(config, 2)[0] == (0, 6)
 
 
 def test_a_run_records_the_flops_of_its_reads(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def test_a_depth_attention_preset_trains_as_its_paper(name: str, capsys: pytest.
 def test_the_numbers_of_a_preset_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--preset", "attnres-194m", "--print-config"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    for words in ("182,938,496 active", "3.87e+10 tokens (212 per", "24,605 steps of 192 × 8192", "rate 0.00299"):
+    for words in ("193,608,300 active", "3.87e+10 tokens (200 per", "24,605 steps of 192 × 8192", "rate 0.00299"):
         assert words in first
 
 
@@ -127,7 +128,18 @@ def test_preset_dial_and_file_exclude_each_other(
 
 def test_every_preset_of_the_papers_has_a_recipe_and_no_recipe_is_without_a_shape() -> None:
     assert set(TABLE_2) == set(TABLE)
-    assert set(TABLE_2) | set(DEPTH_ATTENTION) == set(RECIPES) <= set(PRESETS)
+    gqa = {f"{name}-gqa" for name in TABLE_2}
+    kimi = {"kimi-linear-48b", "kimi-linear-tiny"}
+    assert set(TABLE_2) | gqa | set(DEPTH_ATTENTION) | kimi == set(RECIPES) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", TABLE_2)
+def test_the_grouped_query_models_of_the_table_train_like_the_others(name: str) -> None:
+    """Only shape and folder differ."""
+    ours, other = preset_config(name), preset_config(f"{name}-gqa")
+    assert other.model == preset(f"{name}-gqa") != ours.model
+    run = dataclasses.replace(other.run, folder=ours.run.folder)
+    assert dataclasses.replace(other, model=ours.model, run=run) == ours
 
 
 def plain_fit(xs: list[float], ys: list[float]) -> tuple[float, float, float]:

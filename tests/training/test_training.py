@@ -36,6 +36,7 @@ from depthmix.training.optim import Optimizers, parameter_groups
 from depthmix.training.overrides import override_all
 from depthmix.training.precision import check_precision
 from depthmix.training.schedule import rate_factor
+from tests.decoders import KIMI, tiny
 from tests.runs import CHILD, lines, tiny_run, weights
 
 MOE = {"model__moe": {"experts": 4, "active": 2, "shared": 1, "hidden": 16}}
@@ -71,6 +72,47 @@ def test_fields_of_a_loop_and_of_experts_are_set_together(tmp_path: Path) -> Non
     assert moved.model.loop == dm.LoopConfig(first=3, last=4, repeats=2)
     experts = override_all(config, [("model.moe.experts", "4"), ("model.moe.active", "2"), ("model.moe.hidden", "8")])
     assert experts.model.moe == dm.MoEConfig(experts=4, active=2, hidden=8)
+
+
+def test_kinds_of_attention_are_set_together_with_their_sizes(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path / "run", depth=8)
+    sizes = {"rank": 8, "nope": 4, "shared": 2, "value": 4}
+    pairs = [("model.kda.heads", "2"), ("model.attention", "kda, kda,mla,kda"), ("model.kda.head_dim", "8")]
+    mixed = override_all(config, [*pairs, *((f"model.mla.{name}", str(value)) for name, value in sizes.items())])
+    assert mixed.model.attention_kinds == ("kda", "kda", "mla", "kda")
+    assert (mixed.model.kda, mixed.model.mla) == (dm.KDAConfig(heads=2, head_dim=8), dm.MLAConfig(**sizes))
+    assert TrainConfig.from_toml(mixed.to_toml()).saved() == mixed.saved()
+    assert mixed.digest != config.digest
+    assert override_all(mixed, [("model.kda.bound", "-5")]).model.kda == dm.KDAConfig(heads=2, head_dim=8, bound=-5)
+    back = [("model.attention", "gqa"), ("model.kda", "none"), ("model.mla", "none")]
+    assert override_all(mixed, back).digest == config.digest
+    with pytest.raises(ValueError, match=r"model\.attention=kda: attention='kda' without kda; expected its sizes"):
+        override_all(config, [("model.attention", "kda")])
+
+
+def test_short_convolutions_take_no_decay_and_no_muon(tmp_path: Path) -> None:
+    model = tiny(**KIMI)
+    groups = parameter_groups(model, tiny_run(tmp_path / "run").optimizer)
+    of = {name: (group["weight_decay"], group["muon"]) for group in groups for name in group["names"]}
+    assert of.keys() == dict(model.named_parameters()).keys()
+    place = "sublayers.0."
+    vectors = ("q_conv", "k_conv", "v_conv", "A_log", "dt_bias", "o_norm.weight", "norm.weight")
+    assert {of[place + name] for name in vectors} == {(0.0, False)}
+    assert of["sublayers.6.kv_norm.weight"] == (0.0, False)
+    matrices = [place + f"{name}_proj.weight" for name in ("q", "k", "v", "f_a", "f_b", "g_a", "g_b", "b", "o")]
+    assert {of[name] for name in (*matrices, "sublayers.6.kv_a.weight", "sublayers.6.kv_b.weight")} == {(0.1, True)}
+
+
+def test_a_run_with_kda_and_mla_learns_and_its_model_generates(tmp_path: Path) -> None:
+    mla = {"rank": 8, "nope": 4, "shared": 2, "value": 4}
+    parts = {"attention": ("kda", "mla"), "kda": {"heads": 2, "head_dim": 8}, "mla": mla}
+    run = tiny_run(tmp_path / "run")
+    train(dataclasses.replace(run, model=dataclasses.replace(run.model, **parts)))
+    losses = [line["loss"] for line in lines(tmp_path / "run", "train")]
+    assert losses[-1] < losses[0] - 0.5
+    model = dm.load_model(tmp_path / "run" / "final")
+    assert model.config.attention_kinds == ("kda", "mla")
+    assert len(dm.generate(model, [[100, 101]], max_new_tokens=3)[0]) == 3
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def make_decode(model: Decoder, name: str, batch: int, capacity: int, compiled: 
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         model(torch.randint(model.config.vocab_size, (batch, full), generator=generator), cache=cache, last_only=True)
+    cache.mark()
     call: Any = torch.compile(model, fullgraph=True, dynamic=False, **compiler_options()) if compiled else model
     token = torch.randint(model.config.vocab_size, (batch, 1), generator=generator)
 

@@ -23,7 +23,7 @@ VERBS = {  # each is a module of this package with a function `run` and two EXAM
     "compare": "train several mechanisms on the same data and compare their losses",
     "scaling": "fit scaling laws and say what a mechanism is worth in compute",
     "report": "what runs or a study have learned over depth, as one HTML page",
-    "convert": "read the depth mixing of others' checkpoints, and write it",
+    "convert": "read others' checkpoints or their depth mixing, and write them",
     "verify": "check every mechanism's invariants on this machine",
     "bench": "measure the speed and memory of depth mixing on this machine",
 }

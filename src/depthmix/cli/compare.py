@@ -7,8 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from depthmix.cli.shared import Data, Several, can_draw, flag, print_ending, print_points, repeatable, resumable
-from depthmix.cli.study_options import Runs, StudyOutput, make_grid, run_arms
+from depthmix.cli.shared import (
+    Backbone,
+    Data,
+    Several,
+    can_draw,
+    flag,
+    print_ending,
+    print_points,
+    repeatable,
+    resumable,
+)
+from depthmix.cli.study_options import STUDY_BACKBONE, Runs, StudyOutput, make_grid, run_arms
 from depthmix.studies import Comparison, Size, make_arms
 from depthmix.studies.arms import equal_compute
 from depthmix.studies.comparison_figures import draw_comparison
@@ -37,6 +47,7 @@ class Arms:
         int | None, flag("Number of sublayers, attention and MLP counted separately.", "L", default="12")
     ] = None
     dim: Annotated[int | None, flag("Width.", "D", default="follows from the depth")] = None
+    backbone: Annotated[Backbone, STUDY_BACKBONE] = "qwen3"
     shapes: Annotated[
         str | None,
         flag("Instead of --depth and --dim: several depths and widths at equal compute, such as 12x256,24x128. "
@@ -89,7 +100,15 @@ def run(*, arms: Arms = Arms(), data: Data = Data(), training: Training = Traini
     if training.lrs and training.lr_of:
         tried, fixed = list(training.lrs), list(training.lr_of)
         raise ValueError(f"lrs={tried} and lr_of={fixed}; expected only one: rates to try, or a rate for each arm")
-    grid = make_grid(arms.mixers, sizes, data, training, rates=training.lr_of, from_hf=arms.from_hf)
+    grid = make_grid(
+        arms.mixers,
+        sizes,
+        data,
+        training,
+        rates=training.lr_of,
+        backbone=arms.backbone,
+        from_hf=arms.from_hf,
+    )
     tokens = training.tokens
     if tokens is not None and "run.steps" in grid.settings:
         raise ValueError(f"tokens={tokens:g} and run.steps={grid.settings['run.steps']}; expected only one of them")
@@ -105,7 +124,9 @@ def run(*, arms: Arms = Arms(), data: Data = Data(), training: Training = Traini
 
 def sizes_of(arms: Arms) -> list[Size]:
     if arms.from_hf is not None:
-        for name, given in (("depth", arms.depth), ("dim", arms.dim), ("shapes", arms.shapes)):
+        backbone = None if arms.backbone == "qwen3" else arms.backbone  # the default is not a choice
+        starts = {"depth": arms.depth, "dim": arms.dim, "shapes": arms.shapes, "backbone": backbone}
+        for name, given in starts.items():
             if given is not None:
                 raise ValueError(f"from_hf={arms.from_hf} and {name}={given}; expected only one of them")
         model = RetrofitConfig.of(arms.from_hf)

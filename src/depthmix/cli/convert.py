@@ -1,4 +1,4 @@
-"""`depthmix convert`: the depth mixing of others' checkpoints, read and written."""
+"""`depthmix convert`: others' checkpoints, or their depth mixing, read and written."""
 
 from __future__ import annotations
 
@@ -12,10 +12,19 @@ import tyro
 from depthmix.cli.generate import saved_model
 from depthmix.cli.shared import flag, open_run_folder, switch
 from depthmix.mechanisms import DepthStack
-from depthmix.models import Decoder, load_model, load_stack
-from depthmix.models.names import FORMATS, Converted, read_checkpoint, save_converted, write_checkpoint
+from depthmix.models import Decoder, load_stack
+from depthmix.models.io import map_model
+from depthmix.models.names import (
+    FORMATS,
+    Converted,
+    WholeFormat,
+    convert_checkpoint,
+    find_format,
+    write_checkpoint,
+)
+from depthmix.models.names.shards import SHARD_SIZE, parse_size
 from depthmix.models.names.target import kind_of
-from depthmix.models.saved import AGAIN, CONFIG, MODEL, WEIGHTS
+from depthmix.models.saved import AGAIN, CONFIG, MODEL, list_first
 from depthmix.support.checks import import_package
 from depthmix.support.files import read_object
 from depthmix.support.terminal import print_wrapped, printable, say
@@ -44,32 +53,51 @@ def run(
         str | None, flag(f"Read a checkpoint of this format: {NAMES}.", "NAME", default="", name="from")
     ] = None,
     to: Annotated[str | None, flag(f"Write a checkpoint of this format: {NAMES}.", "NAME", default="")] = None,
+    shard_size: Annotated[
+        str,
+        flag(
+            "With --to kimi_linear, the largest size of a file, such as 5GB or 500MB.",
+            "NUMBER{MB,GB,GiB}",
+        ),
+    ] = SHARD_SIZE,
     json: Annotated[bool, switch("Print one JSON object.")] = False,
 ) -> int:
-    """Read the depth mixing of another project's checkpoint, or write one.
+    """Read another project's checkpoint, or write one.
 
-    Of a checkpoint only the depth mixing is taken: load the result with `dm.load_stack`, and put it into a model of
-    yours. What is written has the names and shapes of the other project, and contains the mixers only.
+    kimi_linear is a whole model: load the result with `dm.load_model`. It is converted tensor by tensor and need not
+    fit into memory. Of the other formats only the depth mixing is taken: load the result with `dm.load_stack`, and put
+    it into a model of yours. What is written has the names and shapes of the other project; but for kimi_linear, it
+    contains the mixers only.
 
-    The target is a new folder, an empty one, or one that an earlier conversion of the same kind wrote.
+    The target is a new folder, an empty one, or one that an earlier conversion of the same kind wrote. With --to
+    kimi_linear it is a new or an empty one.
     """
     if (from_ is None) == (to is None):
         given = "neither" if from_ is None else f"--from {from_} and --to {to}"
         raise ValueError(f"got {given}; expected exactly one of --from NAME and --to NAME. Names: {NAMES}")
+    check_shard_size(shard_size, to)
     with disk_errors():
         if from_ is not None:
-            converted = read_checkpoint(source, from_)
-            save_converted(converted, target)
+            converted = convert_checkpoint(source, target, from_)
         else:
             assert to is not None
-            converted = write_checkpoint(open_source(source), target, to)
+            converted = write_checkpoint(open_source(source), target, to, shard_size=shard_size)
     figures = describe(converted, source, target, read=from_, written=to)
     if json:
         print(json_format.dumps(figures, indent=2))
     else:
         print_figures(figures)
-    say(printable(f"written to {target}: {WEIGHTS}, {CONFIG}"))
+    say(printable(f"written to {target}: {list_first([*converted.files], 4)}"))
     return 0
+
+
+def check_shard_size(size: str, to: str | None) -> None:
+    """Raise an error for a size that means nothing: only whole models are written in several files."""
+    parse_size(size)
+    if size != SHARD_SIZE and (to is None or not isinstance(find_format(to), WholeFormat)):
+        raise ValueError(
+            f"--shard-size {size} without --to kimi_linear; expected it only there: nothing else has shards"
+        )
 
 
 def open_source(folder: Path) -> DepthStack | Decoder:
@@ -82,7 +110,7 @@ def open_source(folder: Path) -> DepthStack | Decoder:
         return stack
     place = saved_model(folder)
     if place is not None:
-        return load_model(place)
+        return map_model(place)
     if (folder / "config.toml").is_file():
         return open_run_folder(folder, "cpu", functions=False).model
     raise FileNotFoundError(
@@ -132,7 +160,8 @@ def print_figures(figures: dict[str, Any]) -> None:
         f"{figures['mechanism']}, D = {figures['dim']}, {figures['depth']} sublayers: "
         f"{figures['tensors']} tensors of {name} {verb}, {figures['parameters']:,} parameters"
     )
-    print_wrapped(f"options  {', '.join(f'{key}={value}' for key, value in figures['options'].items())}", indent="  ")
+    if figures["options"]:
+        print_wrapped(f"options  {', '.join(f'{k}={v}' for k, v in figures['options'].items())}", indent="  ")
     if figures["units"]:
         print_wrapped(f"units    {' = '.join(f'{key} {value}' for key, value in figures['units'].items())}")
     for note in figures["notes"]:

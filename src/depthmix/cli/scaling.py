@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from depthmix.cli.shared import Data, can_draw, flag, print_ending, print_points, resumable, switch
-from depthmix.cli.study_options import Runs, StudyOutput, make_grid, run_arms
+from depthmix.cli.shared import Backbone, Data, can_draw, flag, print_ending, print_points, resumable, switch
+from depthmix.cli.study_options import STUDY_BACKBONE, Runs, StudyOutput, make_grid, run_arms
 from depthmix.studies import Size, Study, make_arms
 from depthmix.studies.arms import per_parameter
 from depthmix.studies.page import describe_study
@@ -40,6 +40,7 @@ class Arms:
         tuple[str, ...],
         flag("Depths in sublayers (the width follows), or DEPTHxDIM; use at least three for an interval.", "SIZE ..."),
     ] = ("4", "6", "8", "12")
+    backbone: Annotated[Backbone, STUDY_BACKBONE] = "qwen3"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,8 @@ def run(
     are as in `depthmix compare`. The folder receives scaling.md, scaling.json and a figure.
     """
     with_figures = can_draw()
-    grid = make_grid(arms.mixers, [Size.of(size) for size in arms.sizes], data, training)
+    sizes = [Size.of(size) for size in arms.sizes]
+    grid = make_grid(arms.mixers, sizes, data, training, backbone=arms.backbone)
     if len(arms.sizes) < 2:
         raise ValueError(f"sizes {' '.join(arms.sizes)}; expected at least two")
     if "run.steps" in grid.settings:

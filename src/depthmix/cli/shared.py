@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -42,6 +42,14 @@ SET = repeatable(
     "KEY=VALUE",
     name="set",
     aliases=("-s",),
+)
+
+
+Backbone = Literal["qwen3", "kimi_linear"]
+BACKBONE = flag(
+    "What stands around the mechanism: qwen3, grouped-query attention with RoPE and an MLP in every layer; or "
+    "kimi_linear, KDA and MLA 3:1 with experts.",
+    default="qwen3; kimi_linear with --preset attnres",
 )
 
 

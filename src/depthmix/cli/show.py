@@ -18,10 +18,9 @@ import tyro
 
 from depthmix.cli.list import describe, describe_kv, flops_words, on_meta, parameters_word, widths
 from depthmix.cli.shared import flag, switch
+from depthmix.cli.show_preset import show_preset
 from depthmix.mechanisms import DepthMixer, DepthStack, KVMixer, is_kv, kv_mechanism, make_config, mechanism
 from depthmix.mechanisms.registry import naming_plugin
-from depthmix.models import PRESETS, count_parameters
-from depthmix.models import preset as find_preset
 from depthmix.support.checks import parse_value, split_pair
 from depthmix.support.terminal import console, styled, wrapped
 
@@ -31,7 +30,7 @@ INDENT = " " * 8
 
 EXAMPLES = (
     "depthmix show block_attnres --options block_sublayers=4 heads=2",
-    "depthmix show --preset attnres-194m",
+    "depthmix show --preset kimi-linear-48b",
 )
 
 
@@ -58,7 +57,7 @@ def run(
 ) -> int:
     """Show a mechanism's equations beside its code, its options and its cost.
 
-    With --preset, show a decoder instead: its configuration and its parameters.
+    With --preset, show a decoder instead: its configuration, its layers, its parameters and its cache.
     """
     if (name is None) == (preset is None):
         raise ValueError("show takes one of: NAME, a mechanism from `depthmix list`, or --preset NAME, such as all")
@@ -193,6 +192,7 @@ def kv_cost_table(page: dict[str, Any]) -> Any:
 
     sizes = f"{page['attention_layers']} attention layers of {page['heads']} heads"
     table = Table(title=f"At D = {page['dim']}, {sizes}", title_justify="left", show_header=False)
+    table.add_row("kind of attention", "grouped queries (gqa) only, not kda or mla")
     table.add_row("parameters", parameters_word(page))
     table.add_row("state per token", f"{widths(page)} widths of the key-value heads, at a cut / in a read")
     table.add_row("FLOPs per token, forward", flops_words(page))
@@ -226,66 +226,3 @@ def cost_table(page: dict[str, Any]) -> Any:
     for key, value in rows:
         table.add_row(key, value)
     return table
-
-
-def show_preset(name: str, json: bool) -> int:
-    """A decoder's configuration and counts; of all decoders the counts."""
-    presets = []
-    for each in PRESETS if name == "all" else (name,):
-        config = find_preset(each)
-        counts = dataclasses.asdict(count_parameters(config))
-        presets.append({"name": each, "parameters": counts, "configuration": config.to_dict()})
-    if json:
-        print(json_format.dumps(presets if name == "all" else presets[0], indent=2, ensure_ascii=False))
-    elif name == "all":
-        print_counts(presets)
-    else:
-        print_preset(presets[0])
-    return 0
-
-
-def print_preset(preset: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    terminal = console()
-    terminal.print(styled((preset["name"], "bold"), "\n"))
-    parts = (
-        ("Configuration", {key: setting(value) for key, value in preset["configuration"].items()}),
-        ("Parameters", {key.replace("_", " "): f"{value:,}" for key, value in preset["parameters"].items()}),
-    )
-    for title, rows in parts:
-        table = Table(title=title, title_justify="left", show_header=False)
-        table.add_column(no_wrap=True)
-        table.add_column(overflow="fold")
-        for key, value in rows.items():
-            table.add_row(key, value)
-        terminal.print(table)
-
-
-def setting(value: Any) -> str:
-    return ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
-
-
-def print_counts(presets: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title="Decoders by name, millions of parameters", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    table.add_column("preset", no_wrap=True)
-    headings = {
-        "total": "total",
-        "active": "active",
-        "active_without_embeddings": "active, no\nembeddings",
-        "embedding": "embedding\nand head",
-        "mixer": "mixer",
-    }
-    for heading in headings.values():
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in presets:
-        table.add_row(row["name"], *(f"{row['parameters'][key] / 1e6:,.2f}" for key in headings))
-    terminal = console()
-    terminal.print(table)
-    terminal.print("active: parameters that one token uses; experts it is not routed to are left out")
-    terminal.print("Configuration and exact counts of one preset: depthmix show --preset NAME")

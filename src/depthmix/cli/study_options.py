@@ -10,6 +10,8 @@ from typing import Annotated
 from depthmix.cli.shared import SET, Data, Several, flag, repeatable, switch
 from depthmix.studies import Arm, Grid, Size, Study, run_study
 
+STUDY_BACKBONE = flag("Backbone of every arm: qwen3 or kimi_linear, as in `depthmix train`.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
@@ -51,6 +53,7 @@ def make_grid(
     data: Data,
     training: Runs,
     rates: Sequence[str] = (),
+    backbone: str = "qwen3",
     from_hf: str | None = None,
 ) -> Grid:
     return Grid.parse(
@@ -61,6 +64,7 @@ def make_grid(
         rates=rates,
         data=data.data or "stdlib",
         tokenizer=data.tokenizer or (None if from_hf else "bytes"),
+        backbone=backbone,
         from_hf=from_hf,
     )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from depthmix.cli.processes import BY_DEFAULT, Processes
-from depthmix.cli.shared import SET, Data, Several, flag, print_result, switch
+from depthmix.cli.shared import BACKBONE, SET, Backbone, Data, Several, flag, print_result, switch
 from depthmix.cli.train_progress import TrainingProgress
 from depthmix.models import DecoderConfig
 from depthmix.ops import keep_freed_memory
@@ -60,6 +60,7 @@ class Model:
              "batch and length follow from it.", "L", default="12"),
     ] = None  # fmt: skip
     dim: Annotated[int | None, flag("Width.", "D", default="follows from the depth")] = None
+    backbone: Annotated[Backbone | None, BACKBONE] = None
     preset: Annotated[
         str | None,
         flag("Instead of --depth: a model of one of the papers with its whole recipe, such as attnres-194m; or attnres "
@@ -294,9 +295,10 @@ def resolve_config(
     if tokens is not None and not 0 < tokens < math.inf:
         raise ValueError(f"tokens={tokens}; expected a number above 0")
     saved = None if folder is None else folder / "config.toml"
-    if saved is not None and saved.is_file() and all(given is None for given in (file, preset, depth, dim, mixer)):
+    chosen = (file, preset, depth, dim, mixer, model.backbone)
+    if saved is not None and saved.is_file() and all(given is None for given in chosen):
         file = saved
-    check_one_start(model.config, preset, depth, dim, model.from_hf)
+    check_one_start(model.config, preset, depth, dim, model.backbone, model.from_hf)
     keys = dict(pairs)
     if model.freeze_base:
         pairs = [*pairs, ("model.freeze_base", True)]
@@ -315,6 +317,8 @@ def resolve_config(
             sizes["dim"] = dim
         sizes["tokenizer"] = keys.get("data.tokenizer", "bytes")
         dial = 12 if depth is None else depth
+        if model.backbone is not None:
+            sizes["backbone"] = model.backbone
         if preset == RULE:
             config = rule_config(dial, mixer=mixer, tokens=tokens, **sizes)
         else:
@@ -333,10 +337,16 @@ def resolve_config(
 
 
 def check_one_start(
-    file: Path | None, preset: str | None, depth: int | None, dim: int | None, from_hf: str | None = None
+    file: Path | None,
+    preset: str | None,
+    depth: int | None,
+    dim: int | None,
+    backbone: str | None,
+    from_hf: str | None = None,
 ) -> None:
     """A file, a preset, a model and the dial exclude each other; the rule of a table takes the dial's sizes."""
-    for name, given in (("config", file), ("preset", preset), ("depth", depth), ("dim", dim)):
+    starts = {"config": file, "preset": preset, "depth": depth, "dim": dim, "backbone": backbone}
+    for name, given in starts.items():
         if from_hf is not None and given is not None:
             raise ValueError(f"from_hf={from_hf} and {name}={given}; expected only one of them")
     if file is not None and preset is not None:
@@ -346,6 +356,10 @@ def check_one_start(
         if start is not None and given is not None:
             other = f", or --preset {RULE} for other sizes" if file is None else ""
             raise ValueError(f"{name}={given} and {start}; expected only one of them, or set model.{key}{other}")
+    if start is not None and backbone is not None:
+        raise ValueError(
+            f"backbone={backbone} and {start}; expected only one of them: the {start.split('=')[0]} has one"
+        )
 
 
 def from_file(file: Path, mixer: str | None) -> TrainConfig:

@@ -22,10 +22,11 @@ from depthmix.hf.card import write_model_card
 from depthmix.hf.config import DepthmixConfig
 from depthmix.hf.loading import check_loading, check_reentry, is_missing
 from depthmix.mechanisms import KVStack
-from depthmix.models import Decoder
+from depthmix.models import Decoder, DecoderConfig
 from depthmix.models.context import Context, make_context
 from depthmix.models.decoder import checked_tokens
 from depthmix.models.init import initialise
+from depthmix.models.kinds import WIDE
 
 LAYER = 2  # sublayers
 
@@ -40,14 +41,33 @@ SKIPS = "allow_is_causal_skip" in inspect.signature(create_causal_mask).paramete
 ALWAYS_A_MASK: dict[str, Any] = {"allow_is_causal_skip": False} if SKIPS else {"and_mask_function": every_column}
 
 
+def rows_of(
+    config: DecoderConfig, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> dict[str, Tensor]:
+    """Padding or documents, for attention with a state: it cannot see them in a mask."""
+    if "kda" not in config.attention_kinds:
+        return {}
+    if attention_mask is not None:
+        if attention_mask.dim() != 2:
+            raise ValueError(
+                f"attention_mask of shape {list(attention_mask.shape)} with attention 'kda'; expected [B, T], 0 at "
+                "padding: the state of KDA contains all tokens before"
+            )
+        return {"valid": attention_mask}
+    if position_ids is None:
+        return {}
+    restarts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return {"documents": nn.functional.pad(restarts.long().cumsum(1), (1, 0)).expand(len(x), -1)}
+
+
 class Slots:
     """A cache of transformers as attention calls it; positions and mask are made beforehand."""
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
 
-    def put(self, slot: int, k: Tensor, v: Tensor) -> Any:
-        return self.cache.update(k, v, slot)
+    def put(self, slot: int, *new: Tensor) -> Any:
+        return self.cache.update(*new, slot)
 
 
 class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
@@ -66,7 +86,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
     _can_compile_fullgraph = True
     _no_split_modules = ["Decoder"]  # mixers are read by all sublayers
     _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules_strict = ["decoder.depth", "decoder.kv_mixers", "balance_bias"]
+    _keep_in_fp32_modules_strict = ["decoder.depth", "decoder.kv_mixers", "balance_bias", *WIDE]
 
     def __init__(self, config: DepthmixConfig) -> None:
         super().__init__(config)
@@ -165,11 +185,19 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
             if given is not None:
                 raise ValueError("got past_key_values with gradient checkpointing; expected None, or torch.no_grad()")
             return None
+        if others := sorted({*self.decoder.config.attention_kinds} - {"gqa"}):
+            if given is not None or asked:
+                raise ValueError(
+                    f"a cache of transformers with attention {' and '.join(map(repr, others))}; expected "
+                    "use_cache=False: it holds keys and values only. dm.generate(model.decoder, prompts) has a cache"
+                )
+            return None
         wanted = self.config.use_cache and not self.training if asked is None else asked
         return DynamicCache(config=self.config) if given is None and wanted else given
 
     def context(self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache: Any) -> Context:
         """What all sublayers share. A static cache has more columns than tokens, so it always needs a mask."""
+        rows = rows_of(self.decoder.config, x, attention_mask, position_ids)
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=x,
@@ -185,7 +213,7 @@ class DepthmixForCausalLM(PreTrainedModel, GenerationMixin):
                 counted = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
                 position_ids = counted.gather(1, position_ids.expand(len(x), -1))
         slots: Any = None if cache is None else Slots(cache)
-        return make_context(self.decoder.config, position_ids, mask, slots, dtype=x.dtype)
+        return make_context(self.decoder.config, position_ids, mask, slots, dtype=x.dtype, **rows)
 
     def hidden(self, x: Tensor, ctx: Context, keep_inputs: bool | None) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """What the final norm reads; what each layer's attention reads, if asked for; the auxiliary losses."""

@@ -132,8 +132,7 @@ def compiled_step(model: Decoder, cache: AnyCache) -> Callable[..., Tensor]:
             f"compiled=True with a {type(cache).__name__}; expected a preallocated cache, which one graph can use"
         )
     of_model = compiled_steps.setdefault(model, {})
-    keys = cache.keys[0]
-    key = (cache.shape, keys.dtype, keys.device)
+    key = (cache.capacity, *((tensor.shape, tensor.dtype, tensor.device) for tensor in cache.tensors))
     if key not in of_model:
         # torch limits the graphs per code object, so each model and shape gets its own.
         copy = types.FunctionType(decode.__code__.replace(), decode.__globals__, "decode")
@@ -236,6 +235,7 @@ def make_cache(model: Decoder, cache: str | AnyCache | None, compiled: bool, bat
             device=weight.device,
             kv_heads=model.config.num_kv_heads // model.shard.ranks,
             slots=model.slots,
+            first_slot=model.first_slot,
         )
     if not isinstance(cache, (DynamicCache, PreallocatedCache)):
         raise ValueError(f"cache={cache!r}; expected 'dynamic', 'preallocated', or a cache object")

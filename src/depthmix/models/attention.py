@@ -36,6 +36,7 @@ class Attention(nn.Module):
         """`mixer` and `slot` belong to this execution: a looped layer has a different pair in each run."""
         x = self.norm(h)
         q, k, v = (self.heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        assert ctx.rotation is not None
         q = rotate(self.q_norm(q), ctx.rotation)
         k = self.k_norm(rotate(k, ctx.rotation)) if self.keys_after_rope else rotate(self.k_norm(k), ctx.rotation)
         if mixer is not None:

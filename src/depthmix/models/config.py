@@ -10,7 +10,11 @@ from typing import Any, Literal
 
 from depthmix.mechanisms import MixerConfig, kv_mechanism, legacy, make_config, mechanism
 from depthmix.mechanisms.base import MOST_DEPTH, MOST_DIM, Kind
-from depthmix.support.checks import check_divides, check_fields, check_positive, check_range, make_part
+from depthmix.models import backbones
+from depthmix.models.kinds import KDAConfig, Kept, MLAConfig, check_attention, repeat_kinds
+from depthmix.support.checks import check_fields, check_positive, check_range, make_part
+
+DIAL_SIZES = ("dim", "heads", "hidden")  # from which the other sizes of a backbone follow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """A mixture of experts that replaces each MLP."""
+    """A mixture of experts that replaces each MLP, except those of the first layers."""
 
     experts: int = 64
     active: int = 8  # experts that a token is routed to
@@ -52,6 +56,8 @@ class MoEConfig:
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     balance: Literal["bias", "loss", "none"] = "bias"  # bias: without an auxiliary loss, see `MixtureOfExperts`
     balance_rate: float = 1e-3  # step of the bias, or weight of the auxiliary loss
+    scale: float = 1.0  # factor of the routed experts' sum; the shared experts are not scaled
+    dense_layers: int = 0  # number of first layers that have an MLP of the decoder's `hidden` instead
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -62,6 +68,9 @@ class MoEConfig:
         check_range("moe.shared", self.shared, 0, 2**16)
         check_range("moe.hidden", self.hidden, 1, MOST_DIM)
         check_range("moe.balance_rate", self.balance_rate, 0)
+        if not self.scale > 0:
+            raise ValueError(f"moe.scale={self.scale}; expected a number above 0, such as 1.0")
+        check_range("moe.dense_layers", self.dense_layers, 0, MOST_DEPTH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +91,10 @@ class LoopConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """A Qwen3-style decoder of `layers` pairs of attention and MLP, whose depth mixing is a child (`mixer`)."""
+    """A decoder of `layers` pairs of attention and MLP, whose depth mixing is a child (`mixer`).
+
+    Qwen3-style by default. Fields of the heads after `heads`, and `rope_theta`, are those of the attention "gqa".
+    """
 
     vocab_size: int
     dim: int
@@ -97,6 +109,9 @@ class DecoderConfig:
     tie_embeddings: bool = False
     init_std: float = 0.02
     output_init: float = 1.0  # standard deviation of the output projections of sublayers, divided by init_std
+    attention: str | tuple[str, ...] = "gqa"  # of every layer, or a pattern that repeats: "gqa", "kda" or "mla"
+    kda: KDAConfig | None = None
+    mla: MLAConfig | None = None
     moe: MoEConfig | None = None
     loop: LoopConfig | None = None
     mixer: Choice = Choice(name="residual")
@@ -106,6 +121,9 @@ class DecoderConfig:
         put = object.__setattr__
         put(self, "mixer", Choice.of(self.mixer))
         put(self, "kv_mixer", None if self.kv_mixer is None else Choice.of(self.kv_mixer))
+        put(self, "attention", tuple(self.attention) if isinstance(self.attention, list) else self.attention)
+        put(self, "kda", make_part(KDAConfig, "kda", self.kda))
+        put(self, "mla", make_part(MLAConfig, "mla", self.mla))
         put(self, "moe", make_part(MoEConfig, "moe", self.moe))
         put(self, "loop", make_part(LoopConfig, "loop", self.loop))
         check_fields(self)
@@ -118,11 +136,10 @@ class DecoderConfig:
         check_positive("rope_theta", self.rope_theta)
         check_range("init_std", self.init_std, 0)
         check_range("output_init", self.output_init, 0)
-        if self.head_dim is None:
-            check_divides("heads", self.heads, self.dim)
-        check_divides("kv_heads", self.num_kv_heads, self.heads, of="the query heads, heads")
-        if self.width % 2:
-            raise ValueError(f"head_dim={self.width}; expected an even number, since RoPE rotates pairs of channels")
+        check_attention(self)
+        if self.moe is not None:
+            remedy = f"The decoder has {self.layers} layers; without experts in any of them, use moe=None"
+            check_range("moe.dense_layers", self.moe.dense_layers, 0, self.layers - 1, remedy=remedy)
         if self.loop is not None:
             check_range("loop.last", self.loop.last, 1, self.layers, remedy=f"The decoder has {self.layers} layers")
             check_range("loop.repeats", self.loop.repeats, 1, MOST_DEPTH // (2 * self.layers))
@@ -141,6 +158,18 @@ class DecoderConfig:
         if child == "mixer":
             return {"dim": self.dim, "depth": self.depth}
         return {"dim": self.width, "depth": len(self.layer_order)}
+
+    @property
+    def attention_kinds(self) -> tuple[str, ...]:
+        """The kind of attention of each layer."""
+        return repeat_kinds(self.attention, self.layers)
+
+    def kept(self, kv_heads: int | None = None) -> tuple[Kept, ...]:
+        """What each execution of attention keeps of earlier tokens, in order, on a process with this many heads."""
+        columns = ((self.num_kv_heads if kv_heads is None else kv_heads, self.width),) * 2  # keys and values
+        kinds = {"gqa": Kept(columns=columns)}
+        kinds |= {name: part.kept for name, part in (("kda", self.kda), ("mla", self.mla)) if part is not None}
+        return tuple(kinds[self.attention_kinds[layer]] for layer in self.layer_order)
 
     @property
     def num_kv_heads(self) -> int:
@@ -170,15 +199,22 @@ class DecoderConfig:
         return ["attn", "mlp"] * len(self.layer_order)
 
     @classmethod
-    def from_depth(cls, depth: int, **overrides: Any) -> DecoderConfig:
-        """A decoder from one number: `depth` sublayers of width 32·depth, heads from `dial_heads`, bytes as tokens."""
+    def from_depth(cls, depth: int, *, backbone: str = backbones.QWEN3, **overrides: Any) -> DecoderConfig:
+        """A decoder from one number: `depth` sublayers of width 32·depth, heads from `dial_heads`, bytes as tokens.
+
+        Args:
+            depth: number of sublayers; attention and MLP count separately.
+            backbone: "qwen3" or "kimi_linear", which decides the kinds of attention, their sizes and the experts.
+            overrides: other fields. Of `dim`, `heads` and `hidden` given here, the backbone's other sizes follow.
+        """
         if not isinstance(depth, int) or isinstance(depth, bool) or not 2 <= depth <= MOST_DEPTH or depth % 2:
             raise ValueError(f"depth={depth!r}; expected an even number of sublayers, 2 to {MOST_DEPTH}")
-        dim = overrides.get("dim", -(-32 * depth // 64) * 64)
-        if isinstance(dim, int):
-            check_range("dim", dim, 1, MOST_DIM)
-        derived = {"dim": dim, "heads": dial_heads(dim), "hidden": -(-8 * dim // (3 * 64)) * 64}
-        return cls(**{"vocab_size": 256, "layers": depth // 2, **derived, **overrides})
+        sizes = {"dim": -(-32 * depth // 64) * 64, **{k: v for k, v in overrides.items() if k in DIAL_SIZES}}
+        for name, size in sizes.items():
+            if isinstance(size, int):
+                check_range(name, size, 1, MOST_DIM)
+        derived = backbones.derive(backbone, layers=depth // 2, **sizes)
+        return cls(**{"vocab_size": 256, "layers": depth // 2, "dim": sizes["dim"], **derived, **overrides})
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as plain JSON values."""
@@ -200,6 +236,8 @@ class DecoderConfig:
     def canonical(self) -> dict[str, Any]:
         """`to_dict` with every option of the mechanisms, in a form that is the same for equal decoders."""
         fields = self.to_dict()
+        kinds = self.attention_kinds
+        fields["attention"] = kinds[0] if len({*kinds}) == 1 else kinds
         for child, (config, sizes) in self.mixers().items():
             fields[child] = {"name": fields[child]["name"], **config.canonical(**sizes)}
         return fields
@@ -208,6 +246,9 @@ class DecoderConfig:
         """`canonical` without the options whose value was the default in 0.1.0 or computes the same as 0.1.0: the
         digest of a run of that version does not change."""
         fields = self.canonical()
+        for name in ("attention", "kda", "mla"):
+            if fields[name] in ("gqa", None):
+                del fields[name]
         if self.loop is not None and not self.loop.share_mixers:
             del fields["loop"]["share_mixers"]
         for child, (config, sizes) in self.mixers().items():
@@ -240,13 +281,6 @@ class DecoderConfig:
         if missing := sorted(needed - set(given)):
             raise ValueError(f"missing fields: {', '.join(missing)}")
         return cls(**given)
-
-
-def dial_heads(dim: int) -> int:
-    """The number of heads: of about 64 channels, or about 32 below a width of 256, since with one or two heads the
-    losses of different seeds differ several times as much."""
-    most = max(1, dim // (64 if dim >= 256 else 32))
-    return next((heads for heads in range(most, 1, -1) if dim % (2 * heads) == 0), 1)
 
 
 def without_defaults(cls: type[MixerConfig], options: Mapping[str, Any], sizes: dict[str, int]) -> Mapping[str, Any]:

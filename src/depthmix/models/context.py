@@ -1,4 +1,4 @@
-"""The context that all sublayers of a forward pass share: positions, mask and cache.
+"""The context that all sublayers of a forward pass share: positions, mask, padding, documents and cache.
 
 Axes: B batch, T token, S column that attention reads, d channel of a head.
 """
@@ -16,22 +16,33 @@ from depthmix.models.config import DecoderConfig
 
 
 class Cache(Protocol):
-    """Keys and values of earlier tokens; `depthmix.inference` has the implementations."""
+    """What attention keeps of earlier tokens, in one slot per execution; `depthmix.inference` has the implementations.
+
+    A slot holds either columns, tensors [B, heads, S, width] that grow with the tokens, or a state of constant size.
+    """
 
     def place(self, tokens: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Reserve columns for new tokens [B, T]; return their positions [B, T] and the attention mask [B, 1, T, S]."""
 
-    def put(self, slot: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v [B, K, T, d] of one attention layer; return those of all columns [B, K, S, d]."""
+    def put(self, slot: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Store tensors [B, heads, T, width] of one slot, such as keys and values; return those of all columns."""
+
+    def state(self, slot: int) -> tuple[Tensor, ...] | None:
+        """The state of one slot before the new tokens; None at the start."""
+
+    def replace(self, slot: int, *state: Tensor) -> None:
+        """Store the state of one slot after the new tokens."""
 
 
 @dataclass(frozen=True)
 class Context:
     """Shared inputs of all sublayers. Sublayers must not modify it: FSDP2 gives each of them a copy."""
 
-    rotation: tuple[Tensor, Tensor]  # cos and sin [B, 1, T, d]
+    rotation: tuple[Tensor, Tensor] | None  # cos and sin [B, 1, T, d]; None if no attention has positions
     mask: Tensor | None  # [B, 1, T, S], True where a token attends to a column; None: causal
     cache: Cache | None = None
+    documents: Tensor | None = None  # [B, T] for attention with a state, in which a mask has no meaning
+    order: ops.ValidFirst | None = None  # likewise, where there is padding
 
 
 def make_context(
@@ -41,9 +52,15 @@ def make_context(
     cache: Cache | None = None,
     *,
     dtype: torch.dtype,
+    documents: Tensor | None = None,
+    valid: Tensor | None = None,
 ) -> Context:
     """The context of tokens at `positions` [B, T]; it needs no token ids, so a part of a decoder can build it."""
-    return Context(rotation(positions, config.width, config.rope_theta, dtype), mask, cache)
+    kinds = config.attention_kinds
+    turns = rotation(positions, config.width, config.rope_theta, dtype) if "gqa" in kinds else None
+    if "kda" not in kinds:
+        return Context(turns, mask, cache)
+    return Context(turns, mask, cache, documents, None if valid is None else ops.ValidFirst.of(valid))
 
 
 def locate(

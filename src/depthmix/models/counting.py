@@ -14,6 +14,7 @@ from depthmix.mechanisms import KVStack
 from depthmix.models.config import DecoderConfig
 from depthmix.models.decoder import Decoder
 from depthmix.models.moe import MixtureOfExperts
+from depthmix.ops.kda import CHUNK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,27 @@ class Counts:
 def count_parameters(config: DecoderConfig) -> Counts:
     """The numbers of parameters of a decoder, by part."""
     return count(config)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SublayerCounts:
+    """Parameters of one sublayer of a kind, with its norm."""
+
+    total: int
+    active: int  # used by one token
+
+
+def count_sublayers(config: DecoderConfig) -> dict[str, SublayerCounts]:
+    """The parameters of one sublayer of each kind that the decoder has: "gqa", "kda", "mla"; "dense", "experts"."""
+    with torch.device("meta"):
+        model = Decoder(config)
+    counts: dict[str, SublayerCounts] = {}
+    for index, sublayer in enumerate(model.sublayers):
+        experts = isinstance(sublayer, MixtureOfExperts)
+        kind = ("experts" if experts else "dense") if index % 2 else config.attention_kinds[index // 2]
+        total = elements(sublayer.parameters())
+        counts.setdefault(kind, SublayerCounts(total=total, active=total - idle_parameters(sublayer)))
+    return counts
 
 
 def count_multiplied(config: DecoderConfig) -> int:
@@ -51,16 +73,34 @@ def execution_flops(config: DecoderConfig, tokens_per_row: int) -> list[int]:
     """
     with torch.device("meta"):
         model = Decoder(config)
-    attention = 2 * config.heads * config.width * (tokens_per_row + 1)
     sublayers = [2 * (elements(sublayer.parameters()) - idle_parameters(sublayer)) for sublayer in model.sublayers]
     flops = [sublayers[2 * layer + second] for layer in model.layer_order for second in (0, 1)]
     flops += [2 * (elements(model.norm.parameters()) + model.embed.weight.numel())]
     for i, share in enumerate(spread(model.depth.facts.forward_flops, len(flops))):
         flops[i] += share
     values = count_mixing(model) - model.depth.facts.forward_flops
+    products = attention_flops(config, tokens_per_row)
     for slot, share in enumerate(spread(values, len(model.layer_order))):
-        flops[2 * slot] += attention + share
+        flops[2 * slot] += products[slot] + share
     return flops
+
+
+def attention_flops(config: DecoderConfig, tokens_per_row: int) -> list[int]:
+    """Forward FLOPs per token of each execution of attention, without its projections.
+
+    "gqa" and "mla": 2 · heads · (width of a key + width of a value) for each of the (T + 1) / 2 tokens that a token
+    attends to on average. "kda": 6 d² + 8 C d per head of d channels, in chunks of C tokens: three products with the
+    state, and within a chunk two products of pairs, a triangular system and its result times the pairs.
+    """
+    widths = {"gqa": 2 * config.width}
+    if config.mla is not None:
+        widths["mla"] = config.mla.nope + config.mla.shared + config.mla.value
+    each = {kind: config.heads * width * (tokens_per_row + 1) for kind, width in widths.items()}
+    if config.kda is not None:
+        d = config.kda.head_dim
+        each["kda"] = config.kda.heads * (6 * d * d + 8 * CHUNK * d)
+    kinds = config.attention_kinds
+    return [each[kinds[layer]] for layer in config.layer_order]
 
 
 def spread(total: int, count: int) -> list[int]:

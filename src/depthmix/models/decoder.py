@@ -68,7 +68,7 @@ class SublayerLoop(Recorded):
             if name.startswith("depth."):
                 continue
             role: Role = "vector"
-            if parameter.dim() >= 2 and not name.startswith("kv_mixers."):
+            if parameter.dim() >= 2 and not name.startswith("kv_mixers.") and not name.endswith("_conv"):
                 inner = name.startswith("sublayers.") and parameter.dim() == 2 and ".router." not in name
                 role = "matrix" if inner else "table"
             yield name, parameter, role
@@ -187,7 +187,7 @@ class Decoder(SublayerLoop):
             tokens: [B, T] ids below the vocabulary size.
             documents: [B, T] indices of packed documents: positions restart in each, and attention stays within each.
             valid: [B, T], False for padding.
-            cache: keys and values of earlier tokens, from `depthmix.inference`; these tokens are appended to it.
+            cache: what attention keeps of earlier tokens, from `depthmix.inference`; these tokens are appended to it.
             last_only: return only the logits of the last token, [B, 1, V].
         """
         h, _ = self.hidden(tokens, documents, valid, cache)
@@ -222,14 +222,28 @@ class Decoder(SublayerLoop):
     ) -> Context:
         """The context that all sublayers share. It depends on the tokens' shape and device, not on their ids."""
         positions, mask = locate(tokens, documents, valid, cache)
-        return make_context(self.config, positions, mask, cache, dtype=dtype)
+        return make_context(self.config, positions, mask, cache, dtype=dtype, documents=documents, valid=valid)
 
 
 def make_sublayer(config: DecoderConfig, index: int) -> nn.Module:
     """Sublayer `index` of a decoder: attention and MLP in turn."""
     if index % 2 == 0:
-        return Attention(config)
-    return MLP(config) if config.moe is None else MixtureOfExperts(config)
+        return make_attention(config, config.attention_kinds[index // 2])
+    dense = config.moe is None or index // 2 < config.moe.dense_layers
+    return MLP(config) if dense else MixtureOfExperts(config)
+
+
+def make_attention(config: DecoderConfig, kind: str) -> nn.Module:
+    """A sublayer of this kind; the module of a kind is imported by decoders that have it."""
+    if kind == "kda" and config.kda is not None:
+        from depthmix.models.kda import KDA
+
+        return KDA(config.dim, config.kda, config.norm_eps)
+    if kind == "mla":
+        from depthmix.models.mla import MLA
+
+        return MLA(config)
+    return Attention(config)
 
 
 def make_mixers(config: DecoderConfig) -> tuple[DepthStack, KVStack | nn.ModuleList]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,15 +14,25 @@ from depthmix.support.files import seed_of
 
 if TYPE_CHECKING:
     from depthmix.mechanisms import DepthMixer, KVMixer
+    from depthmix.models.config import DecoderConfig
     from depthmix.models.decoder import SublayerLoop
 
 NORMAL = "normal, with the configuration's init_std"
 OUTPUT = "normal, with init_std · output_init"
 ONE, ZERO = "1", "0"
+CONV = "uniform in ±1/√W, where W is the width of the convolution"
+STEPS = "softplus of it log-uniform in [0.001, 0.1]"
+RATES = "exp of it uniform in [1, 16]; 0 if the decay has a bound"
+OF_KDA = {CONV: "start_conv", STEPS: "start_steps", RATES: "start_rates"}  # functions of models/kda.py
 TABLE: tuple[tuple[str, str], ...] = (
     (r"embed\.weight|head\.weight", NORMAL),
-    (r"(.*\.)?(norm|q_norm|k_norm)\.weight", ONE),
+    (r"(.*\.)?(norm|q_norm|k_norm|o_norm|kv_norm)\.weight", ONE),
     (r"sublayers\.\d+\.[qkv]_proj\.weight", NORMAL),
+    (r"sublayers\.\d+\.(kv_a|kv_b)\.weight", NORMAL),
+    (r"sublayers\.\d+\.(f_a|f_b|g_a|g_b|b)_proj\.weight", NORMAL),
+    (r"sublayers\.\d+\.[qkv]_conv", CONV),
+    (r"sublayers\.\d+\.dt_bias", STEPS),
+    (r"sublayers\.\d+\.A_log", RATES),
     (r"sublayers\.\d+\.o_proj\.weight", OUTPUT),
     (r"sublayers\.\d+\.(shared\.)?(gate|up)_proj(\.weight)?", NORMAL),
     (r"sublayers\.\d+\.(shared\.)?down_proj(\.weight)?", OUTPUT),
@@ -51,13 +62,7 @@ def initialise(
     for name, parameter in model.named_parameters():
         if name.startswith(("depth.", "kv_mixers.")) or not chosen(parameter):
             continue
-        start = start_of(name)
-        if start in (NORMAL, OUTPUT):
-            std = model.config.init_std * (model.config.output_init if start == OUTPUT else 1.0)
-            generator = None if seed is None else torch.Generator().manual_seed(seed_of(seed, name))
-            parameter.normal_(std=std, generator=generator)
-        else:
-            parameter.fill_(float(start))
+        draw(parameter, start_of(name), model.config, None if seed is None else seed_of(seed, name))
 
 
 def named_mixers(model: SublayerLoop) -> Iterator[tuple[str, DepthMixer | KVMixer]]:
@@ -67,6 +72,19 @@ def named_mixers(model: SublayerLoop) -> Iterator[tuple[str, DepthMixer | KVMixe
     if model.depth.out is not None:
         yield "out", model.depth.out
     yield from model.kv_mixers.named_children()  # type: ignore[misc]
+
+
+def draw(parameter: Tensor, start: str, config: DecoderConfig, seed: int | None) -> None:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    if start in (NORMAL, OUTPUT):
+        std = config.init_std * (config.output_init if start == OUTPUT else 1.0)
+        parameter.normal_(std=std, generator=generator)
+    elif start == RATES and config.kda is not None and config.kda.bound is not None:
+        parameter.zero_()
+    elif start in OF_KDA:
+        getattr(import_module("depthmix.models.kda"), OF_KDA[start])(parameter, generator)
+    else:
+        parameter.fill_(float(start))
 
 
 def start_of(name: str) -> str:

@@ -68,12 +68,19 @@ def load_segment(
     return load_into(lambda config: Segment(config, lo, hi), directory, device, dtype, functions)
 
 
+def map_model(directory: StrPath) -> Decoder:
+    """As `load_model`, but the weights stay in their file until they are used: for one pass over them, of a model that
+    need not fit into memory. The file must not be replaced meanwhile."""
+    return load_into(Decoder, directory, "cpu", None, False, copy=False)
+
+
 def load_into(
     build: Callable[[DecoderConfig], M],
     directory: StrPath,
     device: torch.device | str,
     dtype: torch.dtype | None,
     functions: bool,
+    copy: bool = True,
 ) -> M:
     folder = Path(directory)
     check_device(device)
@@ -82,18 +89,22 @@ def load_into(
     config = read_config(folder, functions)
     with torch.device("meta"):
         model = build(config)
-    fill(model, folder, device, dtype)
+    fill(model, folder, device, dtype, copy)
     return model.eval()
 
 
 def fill(
-    model: SublayerLoop, folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    model: SublayerLoop,
+    folder: Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    copy: bool = True,
 ) -> None:
     """Give a decoder or a segment the weights in `folder`, in place of its own."""
     expected = model.state_dict()
     tensors, _ = read_tensors(folder / WEIGHTS, AGAIN, expected if isinstance(model, Segment) else None)
     check_tensors(folder / WEIGHTS, tensors, expected)
-    assign_tensors(model, tensors, device, dtype)
+    assign_tensors(model, tensors, device, dtype, copy)
 
 
 def check_weights(folder: Path) -> None:

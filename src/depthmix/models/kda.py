@@ -8,36 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from depthmix import ops
+from depthmix.mechanisms import KVMixer, State
+from depthmix.models.context import Context
+from depthmix.models.kinds import WIDE, KDAConfig
 from depthmix.models.norm import RMSNorm
-from depthmix.support.checks import check_fields, check_range
 
 STEPS = (1e-3, 0.1)  # dt, softplus(dt_bias) at the start, lies between these
 RATES = (1.0, 16.0)  # exp(A_log) at the start lies between these
-
-
-@dataclass(frozen=True, kw_only=True)
-class KDAConfig:
-    """Kimi Delta Attention in place of attention."""
-
-    heads: int
-    head_dim: int  # of keys and of values
-    conv: int = 4  # tokens that a short convolution reads
-    bound: float | None = None  # lower bound of the log decay, such as -5; None for none
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_range("kda.heads", self.heads, 1, 2**16)
-        check_range("kda.head_dim", self.head_dim, 1, 2**16)
-        check_range("kda.conv", self.conv, 1, 2**10)
-        if self.bound is not None and not -math.inf < self.bound < 0:
-            raise ValueError(f"kda.bound={self.bound}; expected a number below 0, such as -5.0, or None for no bound")
 
 
 class KDAState(NamedTuple):
@@ -57,7 +40,7 @@ class KDA(nn.Module):
     (5) y = W_o (norm(o) ⊙ σ(g_b g_a x)), the norm per head with one weight for all heads
 
     (2) to (5) up to the last product are computed in float32 at least. A_log and dt_bias stay float32 in a model that
-    is cast to a narrower dtype: their steps are small compared with their values.
+    is cast to a narrower dtype.
     """
 
     def __init__(self, dim: int, config: KDAConfig, norm_eps: float) -> None:
@@ -87,6 +70,16 @@ class KDA(nn.Module):
             nn.init.zeros_(self.A_log)
 
     def forward(
+        self, h: Tensor, kv: State, ctx: Context, mixer: KVMixer | None, slot: int
+    ) -> tuple[Tensor, State, None]:
+        """As a sublayer of a decoder, which has no mixer of values here; `slot` belongs to this execution."""
+        kept = None if ctx.cache is None else ctx.cache.state(slot)
+        y, state = self.scan(h, None if kept is None else KDAState(*kept), documents=ctx.documents, order=ctx.order)
+        if ctx.cache is not None:
+            ctx.cache.replace(slot, *state)
+        return y, kv, None
+
+    def scan(
         self,
         h: Tensor,
         state: KDAState | None = None,
@@ -153,7 +146,7 @@ class KDA(nn.Module):
         return x.unflatten(-1, (self.config.heads, -1)).transpose(1, 2)  # [B, H, T, d]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> KDA:
-        before = {name: getattr(self, name).data for name in ("A_log", "dt_bias")}
+        before = {name: getattr(self, name).data for name in WIDE}
         super()._apply(fn, recurse)
         for name, value in before.items():
             parameter = getattr(self, name)

@@ -23,7 +23,7 @@ class MixtureOfExperts(nn.Module):
     """The best `active` of `experts` SwiGLUs, weighted by a router, plus `shared` ones, instead of an MLP.
 
     s = softmax(W x) over all experts (Qwen3), or sigmoid(W x) (DeepSeek V3), in at least float32
-    chosen = the `active` experts of largest s + b;   w_e = s_e / Σ s over the chosen
+    chosen = the `active` experts of largest s + b;   w_e = scale · s_e / Σ s over the chosen
     y = Σ w_e expert_e(x) + shared(x)
 
     Balance, so that all experts are used:
@@ -90,7 +90,7 @@ class MixtureOfExperts(nn.Module):
         chosen = ranked.topk(self.config.active).indices
         weights = scores.gather(-1, chosen)
         total = weights.sum(-1, keepdim=True)  # 0 if the bias chose experts whose scores all underflowed
-        return chosen, weights / total.clamp(min=torch.finfo(total.dtype).tiny)
+        return chosen, self.config.scale * (weights / total.clamp(min=torch.finfo(total.dtype).tiny))
 
     def balance(self, scores: Tensor, ends: Tensor) -> Tensor | None:
         """Count the load, or return the auxiliary loss."""

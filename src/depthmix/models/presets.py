@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from depthmix.models.backbones import KIMI_LINEAR, derive, kimi_layers, kimi_router
 from depthmix.models.config import DecoderConfig
 from depthmix.support.checks import did_you_mean
 
@@ -45,13 +46,31 @@ def depth_attention_looped() -> dict[str, Any]:
 
 
 def attnres(layers: int, dim: int, hidden: int) -> dict[str, Any]:
-    """Attention Residuals (arXiv 2603.15031), Table 2: as many heads as layers, 8 of 64 experts and a shared one.
+    """Attention Residuals (arXiv 2603.15031), Table 2: as many heads as layers, 8 of 64 experts and a shared one, on
+    the paper's backbone, Kimi Linear.
 
-    The names count the parameters active per token, without embeddings and head. The table does not give the width of a
-    head or the number of key-value heads. Heads of 128 with as many key-value as query heads give 2.8 to 5.7 % fewer
-    parameters than the names; half as many key-value heads 12 to 14 % fewer; heads of dim / heads channels 18 to 20 %
-    fewer. The first is therefore used; the table does not explain the remaining difference.
-    Where the paper is silent, the vocabulary and the sigmoid router are those of the same authors' larger models.
+    The names count the parameters active per token, without embeddings and head. The table gives neither the sizes of
+    the heads nor the MLP of the first layer. Those of the same authors' larger model (heads of 128, a latent of 512 and
+    64 shared channels), MLA in the last layer and a first MLP of width 6 · dim give all five names to rounding; without
+    MLA in the last layer nothing simple does. Vocabulary, router and scale of the experts are the larger model's too.
+    """
+    return {
+        "vocab_size": 163840,
+        "dim": dim,
+        "layers": layers,
+        "hidden": 6 * dim,
+        "norm_eps": 1e-5,
+        **kimi_layers(layers, layers, 128, rank=min(512, dim), shared=64),
+        "moe": {"experts": 64, "active": 8, "shared": 1, "hidden": hidden, **kimi_router(layers)},
+        "mixer": {"name": "block_attnres", "num_blocks": 8},
+    }
+
+
+def attnres_gqa(layers: int, dim: int, hidden: int) -> dict[str, Any]:
+    """The same table with grouped-query attention and RoPE, and experts in every layer.
+
+    Heads of 128 with as many key-value as query heads give 2.8 to 5.7 % fewer parameters than the names; half as many
+    key-value heads 12 to 14 % fewer; heads of dim / heads channels 18 to 20 % fewer.
     """
     moe = {"experts": 64, "active": 8, "shared": 1, "hidden": hidden, "scoring": "sigmoid"}
     return {
@@ -67,6 +86,36 @@ def attnres(layers: int, dim: int, hidden: int) -> dict[str, Any]:
     }
 
 
+def kimi_linear_48b() -> dict[str, Any]:
+    """Kimi Linear (arXiv 2510.26692) with Block AttnRes as in arXiv 2603.15031: 54 sublayers in 9 blocks of 6.
+
+    49.1 billion parameters, of which a token uses 3.5; without embedding and head, 48.4 and 2.7.
+    """
+    return {
+        "vocab_size": 163840,
+        "dim": 2304,
+        "layers": 27,
+        "hidden": 9216,
+        "norm_eps": 1e-5,
+        **kimi_layers(27, 32, 128, rank=512, shared=64),
+        "moe": {"experts": 256, "active": 8, "shared": 1, "hidden": 1024, **kimi_router(27)},
+        "mixer": {"name": "block_attnres", "num_blocks": 9},
+    }
+
+
+def kimi_linear_tiny() -> dict[str, Any]:
+    """The dial's Kimi Linear of 8 layers and width 128, on bytes: small enough to train on two cores."""
+    return {
+        "vocab_size": 256,
+        "dim": 128,
+        "layers": 8,
+        **derive(KIMI_LINEAR, 128, 8),
+        "init_std": 0.044,
+        "output_init": 0.25,
+        "mixer": {"name": "block_attnres", "num_blocks": 4},
+    }
+
+
 PRESETS: dict[str, dict[str, Any]] = {
     "depth-attention-360m": depth_attention(960, 2540, 24, 15, 15, 12, 0.02),
     "depth-attention-500m": depth_attention(1152, 3072, 24, 18, 18, 12, 0.02),
@@ -79,6 +128,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "attnres-296m": attnres(14, 1024, 464),
     "attnres-436m": attnres(16, 1168, 528),
     "attnres-528m": attnres(17, 1264, 560),
+    "attnres-194m-gqa": attnres_gqa(12, 896, 400),
+    "attnres-241m-gqa": attnres_gqa(13, 960, 432),
+    "attnres-296m-gqa": attnres_gqa(14, 1024, 464),
+    "attnres-436m-gqa": attnres_gqa(16, 1168, 528),
+    "attnres-528m-gqa": attnres_gqa(17, 1264, 560),
+    "kimi-linear-48b": kimi_linear_48b(),
+    "kimi-linear-tiny": kimi_linear_tiny(),
 }
 
 

@@ -10,7 +10,8 @@ from torch import nn
 from depthmix.mechanisms import DepthStack
 
 # matrix: of a sublayer, which multiplies a token. table: embedding, head and whatever else has rows of their own, such
-# as a router or stacked experts. vector: norms, biases and value mixers. Mixers of the stream have rules of their own.
+# as a router or stacked experts. vector: norms, biases, short convolutions and value mixers. Mixers of the stream have
+# rules of their own.
 Role = Literal["matrix", "table", "vector"]
 
 

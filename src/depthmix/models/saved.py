@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from depthmix.mechanisms.record import is_record, with_records
+from depthmix.models.kinds import parameter_dtype
 from depthmix.support.files import FORMAT, beside, digest, flush, format_of, read_json, version
 
 AGAIN = "Save or copy the model again"
@@ -46,10 +47,15 @@ def write_pair(folder: Path, fields: Mapping[str, Any], tensors: Mapping[str, Te
     """Write weights, and a configuration of these fields with the size and the SHA-256 of the weights."""
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_sealed(folder, fields, lambda path: save_file(plain, path, {"format": "pt"}))
+
+
+def write_sealed(folder: Path, fields: Mapping[str, Any], write: Callable[[Path], None]) -> None:
+    """As `write_pair`, with weights that `write` writes to a path."""
+    folder.mkdir(parents=True, exist_ok=True)
     with beside(folder / WEIGHTS) as weights, beside(folder / STAGED) as config:
-        save_file(plain, weights, {"format": "pt"})
+        write(weights)
         sealed = {"file": WEIGHTS, "bytes": weights.stat().st_size, "sha256": digest(weights)}
         description = {**fields, "weights": sealed}
         config.write_text(json.dumps(description, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -116,8 +122,8 @@ def not_ours(path: Path, description: Any, content: Content) -> ValueError:
         return ValueError(f"{path} has no field 'format'; expected a file that {content.writer} wrote")
     return ValueError(
         f"{path} describes another project's model (model_type {kind!r}), not one that {content.writer} wrote. "
-        "depthmix does not load its backbone (attention, MLP and experts are another architecture). Only its depth "
-        "mixing can be taken, if it has any that depthmix knows: depthmix convert SOURCE TARGET --from NAME"
+        "Of such models depthmix takes what it knows, Kimi Linear as a whole and the depth mixing of some others: "
+        "depthmix convert SOURCE TARGET --from NAME"
     )
 
 
@@ -154,13 +160,11 @@ def assign_tensors(
     tensors: Mapping[str, Tensor],
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    copy: bool = True,
 ) -> None:
     """Give a module on the meta device these tensors, which `check_tensors` has accepted; `dtype` is for parameters."""
-    parameters = {name for name, _ in module.named_parameters()}
-    moved = {
-        name: tensor.to(device=device, dtype=dtype if name in parameters else None, copy=True)
-        for name, tensor in tensors.items()
-    }
+    dtypes = {} if dtype is None else {name: parameter_dtype(name, dtype) for name, _ in module.named_parameters()}
+    moved = {name: tensor.to(device=device, dtype=dtypes.get(name), copy=copy) for name, tensor in tensors.items()}
     module.load_state_dict(with_records(module, moved), assign=True)
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):

@@ -98,7 +98,7 @@ class Segment(SublayerLoop):
         Args:
             inputs, documents, valid, tokens: as in `forward`.
             length: number of tokens in a row, where `inputs` hold a share of them; by default as many as they hold.
-            cache: keys and values of earlier tokens, of this segment's attention layers only.
+            cache: what attention keeps of earlier tokens, of this segment's attention layers only.
             hidden: whether the last segment returns what its norm reads, for `output`.
         """
         state, kv, total = self.unpack(inputs)
@@ -108,7 +108,7 @@ class Segment(SublayerLoop):
             positions, mask = locate_shape(shape, first.device, documents, valid)
         else:
             positions, mask = locate(torch.empty(shape, dtype=torch.int64, device=first.device), None, valid, cache)
-        ctx = make_context(self.config, positions, mask, cache, dtype=first.dtype)
+        ctx = make_context(self.config, positions, mask, cache, dtype=first.dtype, documents=documents, valid=valid)
         state, kv, losses = self.execute(self.lo, self.hi, state, kv, ctx)
         total = sum(losses, total)
         if not self.is_last:

@@ -13,6 +13,7 @@ from depthmix import ops
 from depthmix.mechanisms.record import is_record, with_records
 from depthmix.models import Decoder, DecoderConfig
 from depthmix.models.decoder import SublayerLoop, empty_decoder
+from depthmix.models.kinds import parameter_dtype
 from depthmix.models.moe import MixtureOfExperts
 from depthmix.parallel import ranks
 from depthmix.parallel.decoder_plan import meta_parts, shared_names
@@ -212,6 +213,6 @@ def holders(config: DecoderConfig, plan: Plan, dtype: torch.dtype) -> dict[str, 
         parameters = {name for name, _ in part.named_parameters()}
         for name, tensor in part.state_dict().items():
             if not is_record(name):
-                kind = dtype if name in parameters else tensor.dtype
+                kind = parameter_dtype(name, dtype) if name in parameters else tensor.dtype
                 found.setdefault(name, (rank, tensor.shape, kind))
     return found

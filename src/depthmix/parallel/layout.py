@@ -148,8 +148,16 @@ def count_fsdp(config: ParallelConfig, processes: int) -> int:
 def check_tensor_parallel(model: DecoderConfig, tp: int, compile: bool = False) -> None:
     if tp == 1:
         return
+    if others := sorted({*model.attention_kinds} - {"gqa"}):
+        raise ValueError(
+            f"parallel.tp={tp} with model.attention {' and '.join(map(repr, others))}; expected tp=1: their heads are "
+            "not divided among processes yet. FSDP2 (parallel.fsdp) and pipelines (parallel.pp) work"
+        )
     divided = {"model.heads": model.heads, "model.kv_heads": model.num_kv_heads}
-    divided |= {"model.hidden": model.hidden} if model.moe is None else {"model.moe.hidden": model.moe.hidden}
+    if model.moe is None or model.moe.dense_layers:
+        divided["model.hidden"] = model.hidden
+    if model.moe is not None:
+        divided["model.moe.hidden"] = model.moe.hidden
     for name, count in divided.items():
         if count % tp:
             fits = [n for n in range(2, count + 1) if all(c % n == 0 for c in divided.values())]

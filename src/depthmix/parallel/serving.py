@@ -58,7 +58,7 @@ class PipelineDecoder(nn.Module):
         assert model.mesh is not None
         self.part: Any = part
         self.config, self.relay, self.group = model.config, model.relay, model.mesh.get_group("pp")
-        self.shard, self.slots = AllProcesses(part.shard.ranks), part.slots
+        self.shard, self.slots, self.first_slot = AllProcesses(part.shard.ranks), part.slots, part.first_slot
 
     def forward(
         self, tokens: Tensor, *, valid: Tensor | None = None, cache: Cache | None = None, last_only: bool = False

@@ -12,6 +12,7 @@ from typing import Any
 
 from depthmix.mechanisms import kv_mechanism, mechanism
 from depthmix.models import DecoderConfig
+from depthmix.models.backbones import QWEN3
 from depthmix.support.checks import split_pair
 from depthmix.training import TrainConfig, flops_per_token, override, retrofit_config
 from depthmix.training.continued import retrofit_rate
@@ -65,6 +66,7 @@ class Grid:
     rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # learning rates of single mechanisms
     data: str = "stdlib"
     tokenizer: str | None = "bytes"  # None: that of the model of transformers
+    backbone: str = QWEN3
     from_hf: str | None = None  # folder of the model of transformers that all arms start from; sizes are its own
 
     @classmethod
@@ -78,6 +80,7 @@ class Grid:
         rates: Sequence[str] = (),
         data: str = "stdlib",
         tokenizer: str | None = "bytes",
+        backbone: str = QWEN3,
         from_hf: str | None = None,
     ) -> Grid:
         """Parse mixer.block_sublayers=2,4 (`sweep`), run.steps=9 (`settings`), residual=1e-3 (`rates`) and the like."""
@@ -102,6 +105,7 @@ class Grid:
             rates=by_mixer,
             data=data,
             tokenizer=tokenizer,
+            backbone=backbone,
             from_hf=from_hf,
         )
 
@@ -173,7 +177,7 @@ def first_config(grid: Grid, mixer: str, size: Size) -> TrainConfig:
     """An arm's configuration before anything is set; the number of steps of a decoder is set later."""
     if grid.from_hf is not None:
         return retrofit_config(grid.from_hf, mixer, tokenizer=grid.tokenizer)
-    model: dict[str, Any] = {} if size.dim is None else {"dim": size.dim}
+    model: dict[str, Any] = {"backbone": grid.backbone, **({} if size.dim is None else {"dim": size.dim})}
     return TrainConfig.from_dial(size.depth, mixer, tokenizer=grid.tokenizer or "bytes", tokens=1, **model)
 
 

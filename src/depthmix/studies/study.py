@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from depthmix.data import Corpus
+from depthmix.models import DecoderConfig
 from depthmix.studies.arms import Arm, with_changes
 from depthmix.studies.comparison import Comparison, Run, compare, read_run
 from depthmix.studies.runs import Pool, Task, threads_per_run
@@ -164,12 +165,19 @@ def describe_size(config: TrainConfig) -> str:
     return f"{model.depth} sublayers of width {model.dim}, {tokens:,} tokens in {steps:,} steps"
 
 
+def describe_attention(config: TrainConfig) -> dict[str, str]:
+    """The kinds of attention of a decoder, where they are not grouped queries alone."""
+    kinds = {*config.model.attention_kinds} if isinstance(config.model, DecoderConfig) else {"gqa"}
+    return {} if kinds == {"gqa"} else {"attention": ", ".join(sorted(kinds))}
+
+
 def describe_settings(study: Study, **more: Any) -> Mapping[str, Any]:
     """The settings of a study for its page, and the fields `more`."""
     first = study.arms[0].config
     sizes = {arm.size: arm.config for arm in reversed(study.arms)}  # the first arm of each
     return {
         "size": "; ".join(map(describe_size, reversed(sizes.values()))),
+        **describe_attention(first),
         "optimizer": ", ".join(f"{k} {v}" for k, v in dataclasses.asdict(first.optimizer).items() if k != "lr"),
         "schedule": ", ".join(f"{k} {v}" for k, v in dataclasses.asdict(first.schedule).items()),
         "batch": f"{first.tokens_per_step:,} tokens, rows of {first.data.tokens_per_row}",

@@ -132,8 +132,11 @@ def check_option(name: str, value: object, hint: Any) -> None:
         if value not in choices:
             raise ValueError(f"{name}={value!r}; expected one of {', '.join(map(repr, choices))}")
     elif isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        if value is not None:
-            check_option(name, value, next(c for c in choices if c is not type(None)))
+        if value is None and type(None) in choices:
+            return
+        kinds = [c for c in choices if c is not type(None)]
+        lists = [c for c in kinds if typing.get_origin(c) in (tuple, list)]
+        check_option(name, value, lists[0] if lists and isinstance(value, (tuple, list)) else kinds[0])
     elif typing.get_origin(hint) in (tuple, list):
         if not isinstance(value, (tuple, list)):
             raise ValueError(f"{name}={value!r}; expected a list")

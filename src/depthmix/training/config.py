@@ -12,6 +12,7 @@ from typing import Any, Literal, get_type_hints
 
 from depthmix.data.tokenizers import TOKENIZER_FILE, vocabulary_size
 from depthmix.models import DecoderConfig
+from depthmix.models.backbones import QWEN3
 from depthmix.parallel.config import ParallelConfig
 from depthmix.support.checks import check_fields, check_option, check_positive, check_range, user_path
 from depthmix.support.files import FORMAT, format_of, parse_toml, read_text, toml_lines
@@ -151,6 +152,7 @@ class TrainConfig:
         folder: str | None = None,
         tokens: float | None = None,
         optimizer: str = "muon",
+        backbone: str = QWEN3,
         **model: Any,
     ) -> TrainConfig:
         """A whole configuration from one number: `depth` sublayers of width 32·depth, 20 tokens per parameter; initial
@@ -163,14 +165,16 @@ class TrainConfig:
             folder: folder of the run.
             tokens: number of tokens to train on.
             optimizer: muon or adamw; decides the learning rate.
+            backbone: qwen3 or kimi_linear; see `DecoderConfig.from_depth`.
             model: other fields of DecoderConfig.
         """
         if "vocab_size" not in model:
             model["vocab_size"] = vocabulary_size(tokenizer)
-        decoder = DecoderConfig.from_depth(depth, **{**split_mixer(mixer), **model})
+        decoder = DecoderConfig.from_depth(depth, backbone=backbone, **{**split_mixer(mixer), **model})
         starts = {"init_std": initial_std(decoder.dim), "output_init": output_init(decoder.depth)}
         decoder = dataclasses.replace(decoder, **{k: v for k, v in starts.items() if k not in model})  # type: ignore[arg-type]
         name = "+".join(c.name for c in (decoder.mixer, decoder.kv_mixer) if c is not None)
+        name = name if backbone == QWEN3 else f"{backbone}-{name}"
         wide = decoder.dim >= 512
         data = DataConfig(tokenizer=tokenizer, tokens_per_row=512 if wide else 256, rows=32 if wide else 16)
         budget = dial_tokens(decoder) if tokens is None else tokens

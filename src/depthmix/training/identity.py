@@ -25,7 +25,12 @@ def is_free(key: str) -> bool:
 
 
 # Fields added after 0.1.0, with the value that keeps the earlier behaviour: with it the digest stays the same.
-ADDED: Mapping[str, Any] = {"run.weights_seed": 0, "model.output_init": 1.0}
+ADDED: Mapping[str, Any] = {
+    "run.weights_seed": 0,
+    "model.output_init": 1.0,
+    "model.moe.scale": 1.0,
+    "model.moe.dense_layers": 0,
+}
 
 
 def digest_of(config: Mapping[str, Any]) -> str:

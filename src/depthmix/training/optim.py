@@ -23,6 +23,7 @@ def parameter_groups(model: HasRoles, config: OptimizerConfig) -> list[dict[str,
     - Depth mixers: by `param_groups`, the rules of their mechanism. KV mixers: AdamW without decay.
     - Matrices of sublayers: decay; Muon if it is chosen. The router: decay, but AdamW, since each of its rows is the
       vector of one expert. Expert weights [E, F, D] are stacks of matrices, which Muon does not support: AdamW.
+    - Short convolutions [P, W]: AdamW without decay, since they are vectors of one channel each, no matrices.
     - Embedding and head: AdamW with decay. Norms and other vectors: AdamW without decay.
 
     The model says which parameter is what. Frozen ones are in no group.

@@ -11,8 +11,9 @@ from depthmix.training.config import TrainConfig
 from depthmix.training.identity import leaves
 
 MECHANISMS = (["model", "mixer"], ["model", "kv_mixer"])
-TOGETHER = ("model.moe", "model.loop")  # children whose fields are valid only together
-OPEN = (*MECHANISMS, *(child.split(".") for child in TOGETHER))  # children that accept fields which are not set yet
+CHILDREN = ("model.moe", "model.loop", "model.kda", "model.mla")  # their fields are valid only together
+KINDS = ("model.attention", "model.kda", "model.mla")  # and these with each other
+OPEN = (*MECHANISMS, *(child.split(".") for child in CHILDREN))  # children that accept fields which are not set yet
 
 
 def override(config: TrainConfig, key: str, value: Any) -> TrainConfig:
@@ -44,33 +45,51 @@ def override_all(
 ) -> TrainConfig:
     """`override` for several keys, in order; a key that does not apply is skipped.
 
-    Fields of a loop or of a mixture of experts are set together, when the last of them comes.
+    Fields of a loop, of a mixture of experts or of the attention are set together, when the last of them comes.
     """
-    waiting = [(key, value, key.rpartition(".")[0]) for key, value in pairs]
+    waiting = [(key, value, group_of(key)) for key, value in pairs]
     together: dict[str, dict[str, Any]] = {}
     while waiting:
-        key, value, child = waiting.pop(0)
-        if child in TOGETHER:
-            together.setdefault(child, {})[key] = value
-            if all(child != later for _, _, later in waiting):
-                config = set_together(config, child.rpartition(".")[2], together.pop(child))
+        key, value, group = waiting.pop(0)
+        if group is not None:
+            together.setdefault(group, {})[key] = value
+            if all(group != later for _, _, later in waiting):
+                config = set_together(config, together.pop(group))
         elif applies(config, key):
             config = override(config, key, value)
     return config
 
 
-def set_together(config: TrainConfig, child: str, given: dict[str, Any]) -> TrainConfig:
-    """A copy with these fields of `model.child`; other fields keep their values."""
+def group_of(key: str) -> str | None:
+    """The first of the fields that are set together with this one; None: it is set alone."""
+    child = ".".join(key.split(".")[:2])
+    if child in KINDS:
+        return KINDS[0]
+    return child if child in CHILDREN and key != child else None
+
+
+def set_together(config: TrainConfig, given: dict[str, Any]) -> TrainConfig:
+    """A copy with these fields of `model`; other fields keep their values."""
     fields = config.to_dict()
-    current = fields["model"][child] or {}
-    named = {key.rpartition(".")[2]: value for key, value in given.items()}
-    parsed = {name: parse_like(current.get(name), value) for name, value in named.items()}
-    fields["model"][child] = {**current, **parsed}
+    for key, value in given.items():
+        _, child, *inside = key.split(".")
+        if not inside:
+            fields["model"][child] = parse_kinds(value) if key == KINDS[0] else parse_value(value)
+            continue
+        section = dict(fields["model"][child] or {})
+        name = ".".join(inside)
+        fields["model"][child] = {**section, name: parse_like(section.get(name), value)}
     try:
         return TrainConfig.from_dict(fields)
     except (TypeError, ValueError) as error:
         listed = ", ".join(f"{key}={value}" for key, value in given.items())
         raise ValueError(f"{listed}: {error}") from error
+
+
+def parse_kinds(value: Any) -> Any:
+    """Names that are separated by commas are a list: kda,kda,kda,mla."""
+    parsed = parse_value(value)
+    return [name.strip() for name in parsed.split(",")] if isinstance(parsed, str) and "," in parsed else parsed
 
 
 def find_section(fields: dict[str, Any], path: list[str], key: str) -> dict[str, Any]:

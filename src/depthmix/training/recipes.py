@@ -16,19 +16,22 @@ from typing import Any, Literal, NamedTuple
 from depthmix.data.tokenizers import vocabulary_size
 from depthmix.models import PRESETS, DecoderConfig, preset
 from depthmix.models import presets as shapes
+from depthmix.models.backbones import KIMI_LINEAR, QWEN3
 from depthmix.support.checks import did_you_mean
 from depthmix.training.config import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainConfig
-from depthmix.training.dial import initial_std, split_mixer
+from depthmix.training.dial import initial_std, learning_rate, split_mixer
 from depthmix.training.retrofit import count_parameters
 
 RULE = "attnres"  # name of the rule, used like the name of a preset
+RULES = {KIMI_LINEAR: shapes.attnres, QWEN3: shapes.attnres_gqa}
 MICRO_ROWS = 16  # rows of a micro-batch if a batch is split into several; our choice
 LEAST_CONTEXT = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How one model was trained. What a paper does not report (AdamW, schedule) is taken from Depth-Attention."""
+    """How one model was trained. What a paper does not report (AdamW, lengths of a schedule) is taken from
+    Depth-Attention."""
 
     tokens: float
     lr: float
@@ -36,6 +39,9 @@ class Recipe:
     tokens_per_row: int
     precision: Literal["float32", "bfloat16"] = "float32"
     parameters: float = math.nan  # active, without embeddings, from the paper's table
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    warmup: float = 0.02
 
 
 def table_2(parameters: float, tokens: float, lr: float, rows: int) -> Recipe:
@@ -48,6 +54,32 @@ def depth_attention(lr: float) -> Recipe:
     return Recipe(tokens=15_625 * 1024 * 2048, lr=lr, rows=1024, tokens_per_row=2048, precision="bfloat16")
 
 
+def kimi_linear_48b() -> Recipe:
+    """The first phase of training in arXiv 2603.15031, section 5. The paper does not give the learning rate: this one
+    is what the law of its Table 2 gives for 2.73 billion parameters."""
+    return Recipe(
+        tokens=1e12,
+        lr=1.07e-3,
+        rows=2048,
+        tokens_per_row=4096,
+        precision="bfloat16",
+        optimizer="muon",
+        schedule="wsd",
+    )
+
+
+def kimi_linear_tiny() -> Recipe:
+    """As the dial trains a model of this size: 20 tokens per active parameter."""
+    return Recipe(tokens=31.5e6, lr=learning_rate(128), rows=16, tokens_per_row=256, optimizer="muon", warmup=0.1)
+
+
+TABLE = {
+    "attnres-194m": table_2(194e6, 38.7e9, 2.99e-3, 192),
+    "attnres-241m": table_2(241e6, 45.4e9, 2.80e-3, 256),
+    "attnres-296m": table_2(296e6, 62.1e9, 2.50e-3, 320),
+    "attnres-436m": table_2(436e6, 87.9e9, 2.20e-3, 384),
+    "attnres-528m": table_2(528e6, 119.0e9, 2.02e-3, 432),
+}
 RECIPES: dict[str, Recipe] = {
     "depth-attention-360m": depth_attention(1.5e-3),
     "depth-attention-500m": depth_attention(1e-3),
@@ -55,13 +87,11 @@ RECIPES: dict[str, Recipe] = {
     "depth-attention-710m": depth_attention(1e-3),
     "depth-attention-1.5b": depth_attention(1e-3),
     "depth-attention-3b": depth_attention(1e-3),
-    "attnres-194m": table_2(194e6, 38.7e9, 2.99e-3, 192),
-    "attnres-241m": table_2(241e6, 45.4e9, 2.80e-3, 256),
-    "attnres-296m": table_2(296e6, 62.1e9, 2.50e-3, 320),
-    "attnres-436m": table_2(436e6, 87.9e9, 2.20e-3, 384),
-    "attnres-528m": table_2(528e6, 119.0e9, 2.02e-3, 432),
+    **TABLE,
+    **{f"{name}-gqa": recipe for name, recipe in TABLE.items()},
+    "kimi-linear-48b": kimi_linear_48b(),
+    "kimi-linear-tiny": kimi_linear_tiny(),
 }
-TABLE = {name: recipe for name, recipe in RECIPES.items() if name.startswith(f"{RULE}-")}
 
 
 class PowerLaw(NamedTuple):
@@ -114,6 +144,7 @@ def rule_config(
     dim: int | None = None,
     mixer: str | None = None,
     *,
+    backbone: str = KIMI_LINEAR,
     tokenizer: str = "bytes",
     vocab_size: int | None = None,
     folder: str | None = None,
@@ -125,6 +156,7 @@ def rule_config(
         depth: number of sublayers; as many heads of 128 channels as layers, 8 of 64 experts, at most 8 blocks.
         dim: width; by default proportional to the depth, as in the table.
         mixer: as in `preset_config`.
+        backbone: "kimi_linear", as in the paper; "qwen3" for grouped-query attention and experts in every layer.
         tokenizer: decides the vocabulary, unless `vocab_size` is given.
         vocab_size: vocabulary size of the model.
         folder: folder of the run.
@@ -133,7 +165,9 @@ def rule_config(
     if depth < 2 or depth % 2:
         raise ValueError(f"depth={depth}; expected an even number of sublayers, at least 2")
     dim = in_sixteens(WIDTH_PER_LAYER * depth / 2) if dim is None else dim
-    shape = shapes.attnres(depth // 2, dim, in_sixteens(EXPERT_PER_WIDTH * dim))
+    if backbone not in RULES:
+        raise ValueError(f"backbone={backbone!r}; expected one of {', '.join(map(repr, RULES))}")
+    shape = RULES[backbone](depth // 2, dim, in_sixteens(EXPERT_PER_WIDTH * dim))
     shape["mixer"]["num_blocks"] = min(depth, shape["mixer"]["num_blocks"])
     vocabulary = vocabulary_size(tokenizer) if vocab_size is None else vocab_size
     more = {"vocab_size": vocabulary, "init_std": initial_std(dim), **chosen_mixers(mixer)}
@@ -142,9 +176,10 @@ def rule_config(
     budget = TOKENS_PER_PARAMETER * parameters if tokens is None else tokens
     batch = BATCH(budget)
     context = max(LEAST_CONTEXT, min(8192, 2 ** math.floor(math.log2(max(1.0, batch / MICRO_ROWS)))))
+    name = RULE if backbone == KIMI_LINEAR else f"{RULE}-{backbone}"
     rate = min(MOST_RATE, float(f"{RATE(parameters):.3g}"))
     recipe = Recipe(tokens=budget, lr=rate, rows=max(1, round(batch / context)), tokens_per_row=context)
-    return assemble(model, recipe, tokenizer, folder or default_folder(f"{RULE}-{depth}", mixer))
+    return assemble(model, recipe, tokenizer, folder or default_folder(f"{name}-{depth}", mixer))
 
 
 def assemble(model: DecoderConfig, recipe: Recipe, tokenizer: str, folder: str) -> TrainConfig:
@@ -152,11 +187,12 @@ def assemble(model: DecoderConfig, recipe: Recipe, tokenizer: str, folder: str) 
     accumulate = round(recipe.rows / MICRO_ROWS) if recipe.rows > 2 * MICRO_ROWS else 1
     rows = MICRO_ROWS if accumulate > 1 else recipe.rows
     steps = max(1, round(recipe.tokens / (accumulate * rows * recipe.tokens_per_row)))
+    optimizer = OptimizerConfig(name=recipe.optimizer, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.1, clip=1.0)
     return TrainConfig(
         model=model,
         data=DataConfig(tokenizer=tokenizer, tokens_per_row=recipe.tokens_per_row, rows=rows),
-        optimizer=OptimizerConfig(name="adamw", lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.1, clip=1.0),
-        schedule=ScheduleConfig(kind="cosine", warmup=0.02, final=0.1),
+        optimizer=optimizer,
+        schedule=ScheduleConfig(kind=recipe.schedule, warmup=recipe.warmup, final=0.1),
         run=RunConfig(folder=folder, steps=steps, accumulate=accumulate, precision=recipe.precision),
     )
 

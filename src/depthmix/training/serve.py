@@ -11,6 +11,7 @@ from depthmix.models import DecoderConfig
 from depthmix.models.decoder import SublayerLoop
 from depthmix.models.io import fill
 from depthmix.models.io import read_config as read_model_config
+from depthmix.models.kinds import parameter_dtype
 from depthmix.parallel import ranks
 from depthmix.parallel.distributed import DistributedDecoder
 from depthmix.parallel.layout import Layout
@@ -43,8 +44,10 @@ class Serving:
                 if newest is None:
                     raise no_model(self.folder)
                 self.step, self.digest = newest[0], newest[1]["corpus"]
-            for parameter in part.parameters() if dtype is not None else ():
-                parameter.data = parameter.data.to(dtype)
+            if dtype is not None:
+                for name, parameter in part.named_parameters():
+                    parameter.data = parameter.data.to(parameter_dtype(name, dtype))
+            part.requires_grad_(False)  # FSDP2 refuses parameters of several dtypes that have gradients
 
         model = DistributedDecoder(self.config, self.layout, device, prepare=prepare, dtype=None)
         model.train(False)

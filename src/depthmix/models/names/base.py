@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from depthmix.mechanisms.base import MOST_DEPTH, MOST_DIM
 from depthmix.mechanisms.record import is_record
 from depthmix.models.decoder import Decoder
 from depthmix.models.names.checkpoint import Checkpoint
-from depthmix.models.saved import assign_tensors
+from depthmix.models.saved import CONFIG, WEIGHTS, assign_tensors
 from depthmix.models.stack_files import check_whole
 from depthmix.support.checks import check_range, did_you_mean
 
@@ -35,6 +36,7 @@ class Converted:
     notes: what a user should know, one sentence each.
     config: the other project's configuration, if it was written.
     state: its tensors, if they were written.
+    files: the names of the files that were written.
     """
 
     module: DepthStack | Decoder
@@ -43,6 +45,7 @@ class Converted:
     notes: tuple[str, ...] = ()
     config: Mapping[str, Any] | None = None
     state: Mapping[str, Tensor] | None = None
+    files: tuple[str, ...] = (WEIGHTS, CONFIG)
 
 
 class Format(ABC):
@@ -58,6 +61,15 @@ class Format(ABC):
     @abstractmethod
     def write(self, module: DepthStack | Decoder) -> Converted:
         """The other project's configuration and tensors for a stack or a decoder, or an error that says why not."""
+
+
+class WholeFormat(Format):
+    """A format of which whole models are taken: what is read is a decoder, and what is written are shards."""
+
+    @abstractmethod
+    def save(self, checkpoint: Checkpoint, folder: Path) -> Converted:
+        """Write a checkpoint as `save_model` would write the decoder, tensor by tensor; `module` is on the meta
+        device."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,12 @@ hold none of them need not be there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 
 from depthmix.models.saved import CONFIG, STAGED, WEIGHTS, find_mismatch, list_first
@@ -48,25 +49,44 @@ class Checkpoint:
 
     def read(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """The tensors with these names and shapes, in the dtypes of their files."""
+        self.check(shapes)
+        tensors = dict(self.tensors(shapes))
+        return {name: tensors[name] for name in shapes}
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.dtype]:
+        """The dtypes of the tensors with these names and shapes, by the headers of their files."""
         self.check_names(shapes)
-        tensors: dict[str, Tensor] = {}
+        dtypes: dict[str, torch.dtype] = {}
         problems: list[str] = []
-        for file in sorted({self.files[name] for name in shapes}):
+        for file, here in self.by_file(shapes).items():
             if not (self.folder / file).is_file():
-                here = [name for name in shapes if self.files[name] == file]
                 raise FileNotFoundError(f"{self.folder / file} is missing; it holds {list_first(here, 4)}. {AGAIN}")
             with open_file(self.folder / file) as content:
                 held = set(content.keys())
-                for name in (name for name in shapes if self.files[name] == file):
+                for name in here:
                     if problem := find_problem(content, held, name, shapes[name]):
                         problems.append(f"{problem} ({file})")
                     else:
-                        tensors[name] = content.get_tensor(name)
+                        dtypes[name] = getattr(torch, FLOATS[content.get_slice(name).get_dtype()])
         if problems:
             raise ValueError(f"{self.folder} does not match its {CONFIG}: {list_first(problems, 4)}. {AGAIN}")
-        return {name: tensors[name] for name in shapes}
+        return dtypes
 
-    def check_names(self, wanted: Mapping[str, Any]) -> None:
+    def tensors(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors, file by file; `check` has accepted them."""
+        for file, here in self.by_file(names).items():
+            with open_file(self.folder / file) as content:
+                for name in here:
+                    yield name, content.get_tensor(name)
+
+    def by_file(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """The names in each file that holds some of them."""
+        held: dict[str, list[str]] = {}
+        for name in names:
+            held.setdefault(self.files[name], []).append(name)
+        return dict(sorted(held.items()))
+
+    def check_names(self, wanted: Iterable[str]) -> None:
         if missing := [name for name in wanted if name not in self.files]:
             raise ValueError(
                 f"{self.folder} does not match its {CONFIG}, by which it has {list_first(missing, 4)} too. {AGAIN}"

@@ -36,5 +36,7 @@ def log_decay(f: Tensor, a_log: Tensor, bound: float | None = None) -> Tensor:
     dtype = torch.promote_types(wide(f).dtype, wide(a_log).dtype)
     rate = a_log.to(dtype).exp().unsqueeze(-1)
     if bound is None:
-        return -rate * torch.nn.functional.softplus(f.to(dtype))
+        # Over [..., H·K]: the strides that torch's compiler expects of the derivative of softplus are wrong where its
+        # gradient is laid out otherwise than its input, as that of a transposed g is.
+        return -rate * torch.nn.functional.softplus(f.to(dtype).flatten(-2)).unflatten(-1, f.shape[-2:])
     return bound * torch.sigmoid(rate * f.to(dtype))
