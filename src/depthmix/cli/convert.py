@@ -6,6 +6,7 @@ import json as json_format
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import tyro
 
 from depthmix.cli.generate import saved_model
@@ -23,7 +24,9 @@ from depthmix.models.names import (
 )
 from depthmix.models.names.shards import SHARD_SIZE, parse_size
 from depthmix.models.names.target import kind_of
-from depthmix.models.saved import CONFIG, MODEL, list_first
+from depthmix.models.saved import AGAIN, CONFIG, MODEL, list_first
+from depthmix.support.checks import import_package
+from depthmix.support.files import read_object
 from depthmix.support.terminal import print_wrapped, printable, say
 from depthmix.training.build import disk_errors
 
@@ -103,6 +106,8 @@ def open_source(folder: Path) -> DepthStack | Decoder:
         raise FileNotFoundError(f"{folder} does not exist or is not a folder; expected a run, a saved model or a stack")
     if kind_of(folder) == "stack":
         return load_stack(folder)
+    if (stack := stack_of_transformers(folder)) is not None:
+        return stack
     place = saved_model(folder)
     if place is not None:
         return map_model(place)
@@ -112,6 +117,19 @@ def open_source(folder: Path) -> DepthStack | Decoder:
         f"{folder} is neither the folder of a run of `depthmix train` (it has no config.toml) nor a folder written by "
         f"{MODEL.writer} or save_stack (it has no {CONFIG})"
     )
+
+
+def stack_of_transformers(folder: Path) -> DepthStack | None:
+    """The mixers of a run with --from-hf, or of a wrapped model that was saved; None for other folders."""
+    for place in (folder, folder / "final"):
+        path = place / CONFIG
+        if path.is_file() and read_object(path, AGAIN, ()).get("model_type") == "depthmix_wrapped":
+            import_package("transformers", "a wrapped model", "'depthmix[hf]'")
+            from depthmix.hf.continued import load_continued
+
+            stack: DepthStack = load_continued(place, torch.float32).depth_stack()
+            return stack
+    return None
 
 
 def describe(

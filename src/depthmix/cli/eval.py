@@ -19,7 +19,7 @@ from depthmix.parallel import ranks
 from depthmix.parallel.model import DistributedModel
 from depthmix.support.checks import check_device
 from depthmix.support.terminal import track
-from depthmix.training import DataConfig, Score, open_corpus, read_config, score
+from depthmix.training import DataConfig, RetrofitConfig, Score, open_corpus, read_config, score
 from depthmix.training.build import check_tokens, run_tokenizer, tokenizer_file
 from depthmix.training.build import export as export_model
 from depthmix.training.serve import plan_serving
@@ -70,6 +70,8 @@ def run(
     if file is not None and not file.is_file():
         raise FileNotFoundError(f"{file} is not a file; expected a text file")
     config = read_config(folder)
+    if file is None and isinstance(config.model, RetrofitConfig) and config.uses_own_tokenizer:
+        config.model.existing_path()  # whose tokenizer the validation data name
     data = config.data
     sizes = (data.tokens_per_row if tokens_per_row is None else tokens_per_row, data.rows if rows is None else rows)
     if processes == ALONE and ranks.launched() == 1:

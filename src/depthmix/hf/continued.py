@@ -173,7 +173,10 @@ def save_continued(
 
 
 def remove_leftovers(target: Path) -> None:
-    """Of saves that were killed."""
+    """Of saves that were killed; between its two renames, the older folder comes back."""
+    for old in [] if target.exists() else sorted(target.parent.glob(f"{target.name}.*.old")):
+        old.rename(target)
+        break
     pattern = re.compile(rf"{re.escape(target.name)}\.\d+\.(part|old)(\.part)?")
     for path in target.parent.iterdir() if target.parent.is_dir() else ():
         if path.is_dir() and pattern.fullmatch(path.name):

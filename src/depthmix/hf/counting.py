@@ -114,11 +114,11 @@ def count_mixing(model: Any, fields: Mapping[str, Any]) -> int:
 
 def attention_of(model: Any) -> tuple[tuple[int, int | None], ...]:
     config, layers = model.config, len(layers_of(model))
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
     width = config.num_attention_heads * head_dim(model)
     if hasattr(config, "qk_nope_head_dim"):  # latent attention: other widths of keys and values
         width = config.num_attention_heads * (
             (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
         )
-    window = getattr(config, "sliding_window", None)
     return tuple((width, window if kind == "sliding_attention" else None) for kind in kinds if kind not in RECURRENT)

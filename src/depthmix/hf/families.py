@@ -54,7 +54,7 @@ NEOX = Family(attention=("attention",), writers=(("post_attention_dropout",), ("
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(
         (
-            *("arcee", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "gemma", "glm", "glm4_moe", "gpt_oss"),
+            *("arcee", "dots1", "ernie4_5", "gemma", "glm", "glm4_moe", "gpt_oss"),
             *("helium", "hunyuan_v1_dense", "llama", "mistral", "mixtral", "nemotron", "olmo", "qwen2", "qwen2_moe"),
             *("qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
         ),

@@ -18,8 +18,12 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from depthmix.mechanisms.blend import Blend
+from depthmix.mechanisms.record import Recorded
+from depthmix.mechanisms.registry import name_of
+
 PREFIX = "depthmix_"  # of the attention functions that mix values first
-OWNER = "depthmix_layer"  # attribute of an attention: the layer that mixes its values
+OWNER = "depthmix_owner"  # attribute of an attention: whose layer mixes its values
 FUNCTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
@@ -51,12 +55,26 @@ class Deferred:
 def attend(chosen: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
     """An attention function of transformers: `chosen`, after the values of the new tokens were mixed."""
     if OWNER in module.__dict__:
-        k, v = module.__dict__[OWNER][0].mix_values(q, k, v)
+        k, v = module.__dict__[OWNER].layer.mix_values(q, k, v)
     if chosen == "eager":
         function = sys.modules[type(module).__module__].eager_attention_forward
     else:
         function = ALL_ATTENTION_FUNCTIONS[chosen]
     return function(module, q, k, v, *args, **kwargs)
+
+
+class RecordedValues(Recorded):
+    """Mixin before a value mixer's class: its options are in the state dict, as those of a stack are."""
+
+    def record(self) -> dict[str, Any]:
+        mixer: Any = self
+        options = mixer.config.function(dim=mixer.site.dim, depth=mixer.site.depth)
+        return {"kv_mixer": name_of(type(self)), "blend": isinstance(self, Blend), **options}
+
+
+@functools.cache
+def recorded(cls: type) -> type:
+    return type(f"Recorded{cls.__name__}", (RecordedValues, cls), {"__module__": __name__})
 
 
 def calls_registered_functions(attention: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -43,15 +44,16 @@ def wrap(
     them. A warning says where that is not so. After an error the model is unchanged.
 
     Args:
-        model: a causal language model of one of the families in docs/huggingface.md.
-        mixer: a name of `dm.list_mechanisms()`, or a `DepthStack` of this width and depth whose parameters are used. A
-            KV mechanism alone uses the plain residual.
+        model: a causal language model of one of the families in docs/retrofit.md. It gets a configuration of its own.
+        mixer: a name of `dm.list_mechanisms()`, or a `DepthStack` of this width and depth, whose parameters the
+            model uses from then on, in at least float32. A KV mechanism alone uses the plain residual.
         kv_mixer: a name of `dm.list_mechanisms(kind="kv")`, or {"name": …} with its options.
         blend: let a KV mechanism add only g times its change, with one learned number g per layer that is 0 at first.
         freeze_base: train the mixers only.
         options: options of the mechanism; those that keep the model's function are set unless they are given.
     """
     family = check_model(model)
+    check_flags(blend=blend, freeze_base=freeze_base)
     if isinstance(mixer, str) and kv_mixer is None and is_kv(mixer):
         mixer, kv_mixer, options = "residual", {"name": mixer, **options}, {}
     value_choice = None if kv_mixer is None else Choice.of(kv_mixer)
@@ -62,6 +64,8 @@ def wrap(
     else:
         depth, kv = make_stacks(model, retrofit_choice(mixer, options, model), value_choice, blend)
     check_scale(depth, family, model.config.model_type)
+    if freeze_base and depth.registered == "residual" and kv is None:
+        raise ValueError("freeze_base=True with mixer residual; expected a mechanism: nothing would be trained")
     if freeze_base:
         freeze(model)
     change_classes(model, make_fields(*choices(depth, kv), blend))
@@ -110,7 +114,10 @@ def check_model(model: Any) -> Family:
     if isinstance(model, DividedModel) or any(isinstance(m, DepthStack) for m in model.modules()):
         raise ValueError(f"{kind} has mixers of its own; choose its mechanism in its configuration")
     family = family_of(model.config)
-    expected = MODEL_FOR_CAUSAL_LM_MAPPING[type(model.config)]
+    expected = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
+    if expected is None:
+        name = type(model.config).__name__
+        raise TypeError(f"{kind} has a {name}; expected the family's own configuration class, not one derived from it")
     if type(model) is not expected:
         raise TypeError(f"wrap got a {kind}; expected a {expected.__name__}: AutoModelForCausalLM.from_pretrained")
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
@@ -124,6 +131,12 @@ def check_model(model: Any) -> Family:
         check_reentry(getattr(layer, "_gradient_checkpointing_func", None))
         find_parts(layer, family)
     return family
+
+
+def check_flags(**flags: Any) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}; expected True or False")
 
 
 def check_stack(stack: DepthStack, options: Mapping[str, Any], model: Any) -> None:
@@ -170,12 +183,21 @@ def change_classes(model: Any, fields: dict[str, Any]) -> None:
     base: Any = type(model)
     made = model_class(base)
     family: Any = type(model.config)
+    replace_config(model, copy.deepcopy(model.config))
     model.config.__class__ = config_class(family)
     setattr(model.config, FIELD, fields)
     model.__class__ = made
     registry = output_capturing._CAN_RECORD_REGISTRY  # by the class's text: what output_hidden_states collects
     if str(base) in registry:
         registry[str(made)] = registry[str(base)]
+
+
+def replace_config(model: Any, config: Any) -> None:
+    """Give a model and its submodules this configuration: another model may have been made from the same one."""
+    before = model.config
+    for module in model.modules():
+        if vars(module).get("config") is before:
+            module.config = config
 
 
 def freeze(model: nn.Module) -> None:

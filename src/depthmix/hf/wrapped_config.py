@@ -76,7 +76,7 @@ def config_class(base: type) -> Any:
 
 def check_fields(fields: Any) -> None:
     """Refuse what `save_pretrained` did not write, and functions, whose import would run code."""
-    if not isinstance(fields, Mapping) or "mixer" not in fields or not set(fields) <= KNOWN:
+    if not isinstance(fields, Mapping) or set(fields) != KNOWN or not isinstance(fields["blend"], bool):
         raise ValueError(f"{FIELD}={fields!r} in this configuration; expected the fields {', '.join(sorted(KNOWN))}")
     format_of(fields, f"this configuration ({FIELD})")
     for option, name in functions_in(fields):

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from depthmix.hf.card import write_model_card
 from depthmix.hf.families import family_of
-from depthmix.hf.kv import calls_registered_functions, route_attention
+from depthmix.hf.kv import FUNCTIONS, PREFIX, calls_registered_functions, recorded, route_attention
 from depthmix.hf.layer import MIXERS, VALUE_MIXER, find_part, wrap_layer
 from depthmix.hf.loading import check_loading, check_reentry, reset_missing
 from depthmix.hf.wrapped_config import FIELD, config_class, read_fields, when_read
@@ -123,7 +123,13 @@ def obstacle_to_values(model: Any) -> str | None:
     family = family_of(model.config)
     if not family.kv:
         return "its attention does not cache keys and values of heads in every layer, so there is nothing to mix"
-    if not calls_registered_functions(find_part(layers_of(model)[0], family.attention)):
+    if (chosen := model.config._attn_implementation or "eager").removeprefix(PREFIX) not in FUNCTIONS:
+        return (
+            f"its attn_implementation is {chosen!r}. Values can be mixed in {', '.join(FUNCTIONS)}: choose one with "
+            "model.set_attn_implementation"
+        )
+    first = layers_of(model)[0]
+    if not calls_registered_functions(getattr(first, find_part(first, family.attention))):
         return (
             f"transformers {transformers.__version__} computes its attention where values cannot be mixed. A newer "
             "version may not"
@@ -150,7 +156,9 @@ def install(model: Any, depth: DepthStack, kv: KVStack | None) -> None:
         home = next(layer.parameters())
         wide = torch.promote_types(home.dtype, torch.float32)
         mixers = depth.slice(family.sites * i, family.sites * (i + 1)).to(home.device, wide)
-        value_mixer = None if kv is None else kv[i].to(home.device, wide)
+        value_mixer: Any = None if kv is None else kv[i].to(home.device, wide)
+        if value_mixer is not None:
+            value_mixer.__class__ = recorded(value_mixer.__class__)
         wrap_layer(layer, family, mixers.train(layer.training), value_mixer)
     if kv is not None:
         route_attention(model)
