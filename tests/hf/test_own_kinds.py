@@ -98,6 +98,37 @@ def test_an_empty_dynamic_cache_is_filled_in_place_and_a_copy_goes_its_own_way(k
             assert torch.allclose(torch.cat([first.logits, *parts], 1), whole, atol=1e-11)
 
 
+@KINDS
+@torch.no_grad()
+def test_a_returned_cache_continues_a_conversation(kind: str) -> None:
+    model = wrapped(kind)
+    first = model.generate(some_tokens(2, LONG), return_dict_in_generate=True, **GREEDY)
+    more = torch.cat([first.sequences, some_tokens(2, 3)], 1)
+    text = texts(model, more, past_key_values=first.past_key_values)
+    assert torch.equal(text, texts(model, more, use_cache=False))
+
+
+@torch.no_grad()
+def test_right_padding_in_a_cache_is_not_in_the_state() -> None:
+    model, tokens, new = wrapped("kimi"), some_tokens(2, LONG), some_tokens(2, 1)
+    valid = torch.ones(2, LONG + 1)
+    valid[0, 15:LONG] = 0
+    cache = model(tokens, attention_mask=valid[:, :-1]).past_key_values
+    padded = model(new, attention_mask=valid, past_key_values=cache).logits[0, -1]
+    alone = model(torch.cat([tokens[:1, :15], new[:1]], 1)).logits[0, -1]
+    assert torch.allclose(padded, alone, atol=1e-11)
+
+
+@pytest.mark.full
+def test_a_compiled_forward_pass_is_the_eager_one_also_with_padding() -> None:
+    model = wrapped("kimi")
+    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    tokens, valid = left_padded([*PROMPTS, some_tokens(1, LONG)[0].tolist()])
+    for options in ({}, {"attention_mask": valid}):
+        ours, theirs = (forward(tokens, use_cache=False, **options).logits for forward in (compiled, model))
+        assert torch.allclose(ours[valid.bool()], theirs[valid.bool()], atol=1e-11)
+
+
 def test_gradients_through_a_cache_are_those_of_one_pass() -> None:
     model, tokens = wrapped("kimi"), some_tokens(2, LONG)
     leaves = [*model.parameters()]
