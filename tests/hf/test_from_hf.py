@@ -383,6 +383,7 @@ def test_a_folder_that_cannot_be_continued_is_refused(
         (["--recompute", "3"], "run.recompute=3; expected 0 or 2"),
         (["--depth", "4"], "depth=4; expected only one of them"),
         (["--preset", "attnres"], "preset=attnres; expected only one of them"),
+        (["--backbone", "qwen3"], "backbone=qwen3; expected only one of them"),
         (["--context", "128"], "data.tokens_per_row=128; expected at most 127"),
         (["--tokenizer", "bpe:400"], "has 400 ids; expected at most 260"),
         (["--freeze-base", "--mixer", "residual"], "nothing would be trained"),
@@ -495,6 +496,14 @@ def test_a_bad_loss_names_the_sublayer(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_compare_refuses_another_backbone_of_a_trained_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_base(tmp_path / "base")
+    assert main(["compare", "--from-hf", str(tmp_path / "base"), "--backbone", "kimi_linear"]) == 2
+    assert "backbone=kimi_linear; expected only one of them" in " ".join(capsys.readouterr().err.split())
+
+
 def test_compare_pairs_seeds_from_the_same_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = continued_run(tmp_path / "run")
     settings = {"data.tokens_per_row": 16, "data.rows": 4, "run.steps": 4, "run.validate_batches": 2}
