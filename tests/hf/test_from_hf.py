@@ -495,7 +495,6 @@ def test_a_bad_loss_names_the_sublayer(tmp_path: Path) -> None:
         train(config)
 
 
-@pytest.mark.full
 def test_compare_refuses_another_backbone_of_a_trained_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -504,6 +503,7 @@ def test_compare_refuses_another_backbone_of_a_trained_model(
     assert "backbone=kimi_linear; expected only one of them" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.full
 def test_compare_pairs_seeds_from_the_same_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = continued_run(tmp_path / "run")
     settings = {"data.tokens_per_row": 16, "data.rows": 4, "run.steps": 4, "run.validate_batches": 2}
