@@ -27,8 +27,6 @@ from depthmix.ops.attend.reference import Reads
 from depthmix.ops.backend import Backend, chosen, forced, functional, traced_by_torch
 from depthmix.ops.reference import accumulator
 
-FEW = 1 << 15  # numbers in a source, about which a read takes as long as the call that starts it
-
 
 @contextmanager
 def using(backend: Backend) -> Iterator[None]:
@@ -87,13 +85,9 @@ def sharing_pays(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions
 
     Sharing pays wherever the same backend does both: two phases move about half the memory of single reads, in torch
     operations too. On a GPU fla-core's kernel does only single reads, and moves a fraction of the memory that torch
-    operations move. A decode step has so few tokens that the number of calls counts, and not the memory.
+    operations move.
     """
-    if traced_by_torch():
-        return True
-    if not torch.is_grad_enabled() and sources[0].numel() <= FEW:
-        return False
-    return not takes_fused(sources, folded, options)
+    return traced_by_torch() or not takes_fused(sources, folded, options)
 
 
 def takes_fused(sources: Sequence[Tensor], folded: Tensor, options: ReadOptions) -> bool:
