@@ -11,6 +11,7 @@ from depthmix.bench.mixing import MIXING, MIXING_CPU, MIXING_CPU_MS, MIXING_MS, 
 from depthmix.bench.pipeline import MICROBATCHES, PIPELINE, PIPELINE_MIXING, RANKS, STAGES, TRANSPORT
 from depthmix.bench.read import READ, READ_KEPT
 from depthmix.bench.report import BASELINE, KEPT, RUNS, SOURCES, Report, Row
+from depthmix.bench.wrapped import DECODE, FORWARD, FORWARD_MIXING, STEP, STEP_MIXING
 
 SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     (
@@ -53,6 +54,17 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             (PIPELINE, "A training step, relative to the plain residual in the same pipeline:"),
             (PIPELINE_MIXING, "By the time of mixing and transport, 1 + (mechanism − residual) / real step:"),
             (TRANSPORT, "The step with the cache, relative to the step without it:"),
+        ),
+    ),
+    (
+        "hf",
+        "A wrapped model of transformers",
+        (
+            (STEP_MIXING, "A training step by the time of mixing alone, 1 + (wrapped − plain) / real step:"),
+            (STEP, "The whole step, relative to the plain model's:"),
+            (FORWARD_MIXING, "A forward pass without gradients, by the time of mixing alone:"),
+            (FORWARD, "The whole pass:"),
+            (DECODE, "One new token for one sequence:"),
         ),
     ),
     (
@@ -158,6 +170,13 @@ def size_of(report: Report, section: str) -> str:
             f"\n{RANKS} processes of one thread with {STAGES} stages each, interleaved 1F1B, {MICROBATCHES} "
             f"micro-batches of {size['tokens']} tokens; {size['depth']} sublayers, D = {size['dim']}, hidden "
             f"{size['hidden']}."
+        )
+    if section == "hf":
+        fields = sizes["hf"]["fields"]
+        return (
+            f"\nQwen3 of {fields['num_hidden_layers']} layers, D = {fields['hidden_size']}, "
+            f"{fields['vocab_size']:,} tokens in its vocabulary, sdpa, with `dm.wrap` and without; rows of "
+            f"{sizes['hf']['tokens']} tokens, and a cache that is three quarters full."
         )
     sources, depth, width = sizes["sources"], sizes["depth"][0], sizes["width"][0]
     return (
